@@ -1,0 +1,395 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class CacheKey(_message.Message):
+    __slots__ = ("segment", "context")
+    SEGMENT_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    segment: bytes
+    context: bytes
+    def __init__(self, segment: _Optional[bytes] = ..., context: _Optional[bytes] = ...) -> None: ...
+
+class Extent(_message.Message):
+    __slots__ = ("offset", "length")
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    offset: int
+    length: int
+    def __init__(self, offset: _Optional[int] = ..., length: _Optional[int] = ...) -> None: ...
+
+class ItemError(_message.Message):
+    __slots__ = ("code", "message")
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    code: str
+    message: str
+    def __init__(self, code: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
+
+class SessionRequest(_message.Message):
+    __slots__ = ("hello", "register")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    REGISTER_FIELD_NUMBER: _ClassVar[int]
+    hello: Hello
+    register: RegisterIdentities
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., register: _Optional[_Union[RegisterIdentities, _Mapping]] = ...) -> None: ...
+
+class Hello(_message.Message):
+    __slots__ = ("client_name", "wants_write", "identities")
+    CLIENT_NAME_FIELD_NUMBER: _ClassVar[int]
+    WANTS_WRITE_FIELD_NUMBER: _ClassVar[int]
+    IDENTITIES_FIELD_NUMBER: _ClassVar[int]
+    client_name: str
+    wants_write: bool
+    identities: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, client_name: _Optional[str] = ..., wants_write: _Optional[bool] = ..., identities: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class RegisterIdentities(_message.Message):
+    __slots__ = ("identities",)
+    IDENTITIES_FIELD_NUMBER: _ClassVar[int]
+    identities: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, identities: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class SessionReply(_message.Message):
+    __slots__ = ("welcome", "registered")
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    REGISTERED_FIELD_NUMBER: _ClassVar[int]
+    welcome: Welcome
+    registered: Registered
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., registered: _Optional[_Union[Registered, _Mapping]] = ...) -> None: ...
+
+class Welcome(_message.Message):
+    __slots__ = ("session_id", "boot_epoch", "namespaces", "limits", "arena", "version")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    BOOT_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACES_FIELD_NUMBER: _ClassVar[int]
+    LIMITS_FIELD_NUMBER: _ClassVar[int]
+    ARENA_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    session_id: bytes
+    boot_epoch: int
+    namespaces: _containers.RepeatedScalarFieldContainer[bytes]
+    limits: Limits
+    arena: Arena
+    version: str
+    def __init__(self, session_id: _Optional[bytes] = ..., boot_epoch: _Optional[int] = ..., namespaces: _Optional[_Iterable[bytes]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., arena: _Optional[_Union[Arena, _Mapping]] = ..., version: _Optional[str] = ...) -> None: ...
+
+class Registered(_message.Message):
+    __slots__ = ("namespaces",)
+    NAMESPACES_FIELD_NUMBER: _ClassVar[int]
+    namespaces: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, namespaces: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class Limits(_message.Message):
+    __slots__ = ("lookup_segments_max", "reserve_items_max", "lease_ttl_s_max", "record_bytes_max")
+    LOOKUP_SEGMENTS_MAX_FIELD_NUMBER: _ClassVar[int]
+    RESERVE_ITEMS_MAX_FIELD_NUMBER: _ClassVar[int]
+    LEASE_TTL_S_MAX_FIELD_NUMBER: _ClassVar[int]
+    RECORD_BYTES_MAX_FIELD_NUMBER: _ClassVar[int]
+    lookup_segments_max: int
+    reserve_items_max: int
+    lease_ttl_s_max: float
+    record_bytes_max: int
+    def __init__(self, lookup_segments_max: _Optional[int] = ..., reserve_items_max: _Optional[int] = ..., lease_ttl_s_max: _Optional[float] = ..., record_bytes_max: _Optional[int] = ...) -> None: ...
+
+class Arena(_message.Message):
+    __slots__ = ("bytes", "data_socket")
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    DATA_SOCKET_FIELD_NUMBER: _ClassVar[int]
+    bytes: int
+    data_socket: str
+    def __init__(self, bytes: _Optional[int] = ..., data_socket: _Optional[str] = ...) -> None: ...
+
+class SessionRef(_message.Message):
+    __slots__ = ("session_id", "boot_epoch")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    BOOT_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    session_id: bytes
+    boot_epoch: int
+    def __init__(self, session_id: _Optional[bytes] = ..., boot_epoch: _Optional[int] = ...) -> None: ...
+
+class LookupRequest(_message.Message):
+    __slots__ = ("session", "prompts", "lease_ttl_s")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    PROMPTS_FIELD_NUMBER: _ClassVar[int]
+    LEASE_TTL_S_FIELD_NUMBER: _ClassVar[int]
+    session: SessionRef
+    prompts: _containers.RepeatedCompositeFieldContainer[PromptQuery]
+    lease_ttl_s: float
+    def __init__(self, session: _Optional[_Union[SessionRef, _Mapping]] = ..., prompts: _Optional[_Iterable[_Union[PromptQuery, _Mapping]]] = ..., lease_ttl_s: _Optional[float] = ...) -> None: ...
+
+class PromptQuery(_message.Message):
+    __slots__ = ("namespace", "segments")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    namespace: bytes
+    segments: _containers.RepeatedCompositeFieldContainer[SegmentQuery]
+    def __init__(self, namespace: _Optional[bytes] = ..., segments: _Optional[_Iterable[_Union[SegmentQuery, _Mapping]]] = ...) -> None: ...
+
+class SegmentQuery(_message.Message):
+    __slots__ = ("segment", "accepted_contexts", "position", "tokens", "may_shift", "affinity_min")
+    SEGMENT_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_CONTEXTS_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAY_SHIFT_FIELD_NUMBER: _ClassVar[int]
+    AFFINITY_MIN_FIELD_NUMBER: _ClassVar[int]
+    segment: bytes
+    accepted_contexts: _containers.RepeatedScalarFieldContainer[bytes]
+    position: int
+    tokens: int
+    may_shift: bool
+    affinity_min: int
+    def __init__(self, segment: _Optional[bytes] = ..., accepted_contexts: _Optional[_Iterable[bytes]] = ..., position: _Optional[int] = ..., tokens: _Optional[int] = ..., may_shift: _Optional[bool] = ..., affinity_min: _Optional[int] = ...) -> None: ...
+
+class LookupReply(_message.Message):
+    __slots__ = ("lease", "prompts")
+    LEASE_FIELD_NUMBER: _ClassVar[int]
+    PROMPTS_FIELD_NUMBER: _ClassVar[int]
+    lease: LeaseGrant
+    prompts: _containers.RepeatedCompositeFieldContainer[PromptReply]
+    def __init__(self, lease: _Optional[_Union[LeaseGrant, _Mapping]] = ..., prompts: _Optional[_Iterable[_Union[PromptReply, _Mapping]]] = ...) -> None: ...
+
+class LeaseGrant(_message.Message):
+    __slots__ = ("id", "ttl_s")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    TTL_S_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    ttl_s: float
+    def __init__(self, id: _Optional[int] = ..., ttl_s: _Optional[float] = ...) -> None: ...
+
+class PromptReply(_message.Message):
+    __slots__ = ("segments", "pinned_reason")
+    SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    PINNED_REASON_FIELD_NUMBER: _ClassVar[int]
+    segments: _containers.RepeatedCompositeFieldContainer[SegmentReply]
+    pinned_reason: str
+    def __init__(self, segments: _Optional[_Iterable[_Union[SegmentReply, _Mapping]]] = ..., pinned_reason: _Optional[str] = ...) -> None: ...
+
+class SegmentReply(_message.Message):
+    __slots__ = ("outcome", "match", "miss_reason", "context", "provenance", "position", "affinity", "record", "master", "master_context")
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    MATCH_FIELD_NUMBER: _ClassVar[int]
+    MISS_REASON_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    PROVENANCE_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    AFFINITY_FIELD_NUMBER: _ClassVar[int]
+    RECORD_FIELD_NUMBER: _ClassVar[int]
+    MASTER_FIELD_NUMBER: _ClassVar[int]
+    MASTER_CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    outcome: int
+    match: int
+    miss_reason: int
+    context: bytes
+    provenance: str
+    position: int
+    affinity: int
+    record: Location
+    master: Location
+    master_context: bytes
+    def __init__(self, outcome: _Optional[int] = ..., match: _Optional[int] = ..., miss_reason: _Optional[int] = ..., context: _Optional[bytes] = ..., provenance: _Optional[str] = ..., position: _Optional[int] = ..., affinity: _Optional[int] = ..., record: _Optional[_Union[Location, _Mapping]] = ..., master: _Optional[_Union[Location, _Mapping]] = ..., master_context: _Optional[bytes] = ...) -> None: ...
+
+class Location(_message.Message):
+    __slots__ = ("tier", "extent", "generation")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    EXTENT_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    tier: int
+    extent: Extent
+    generation: int
+    def __init__(self, tier: _Optional[int] = ..., extent: _Optional[_Union[Extent, _Mapping]] = ..., generation: _Optional[int] = ...) -> None: ...
+
+class ReserveRequest(_message.Message):
+    __slots__ = ("session", "items")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    session: SessionRef
+    items: _containers.RepeatedCompositeFieldContainer[ReserveItem]
+    def __init__(self, session: _Optional[_Union[SessionRef, _Mapping]] = ..., items: _Optional[_Iterable[_Union[ReserveItem, _Mapping]]] = ...) -> None: ...
+
+class ReserveItem(_message.Message):
+    __slots__ = ("namespace", "key", "record_bytes", "master_context", "master_generation")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    RECORD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MASTER_CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    MASTER_GENERATION_FIELD_NUMBER: _ClassVar[int]
+    namespace: bytes
+    key: CacheKey
+    record_bytes: int
+    master_context: bytes
+    master_generation: int
+    def __init__(self, namespace: _Optional[bytes] = ..., key: _Optional[_Union[CacheKey, _Mapping]] = ..., record_bytes: _Optional[int] = ..., master_context: _Optional[bytes] = ..., master_generation: _Optional[int] = ...) -> None: ...
+
+class ReserveReply(_message.Message):
+    __slots__ = ("outcomes",)
+    OUTCOMES_FIELD_NUMBER: _ClassVar[int]
+    outcomes: _containers.RepeatedCompositeFieldContainer[ReserveOutcome]
+    def __init__(self, outcomes: _Optional[_Iterable[_Union[ReserveOutcome, _Mapping]]] = ...) -> None: ...
+
+class ReserveOutcome(_message.Message):
+    __slots__ = ("reserved", "exists", "error")
+    RESERVED_FIELD_NUMBER: _ClassVar[int]
+    EXISTS_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    reserved: Reservation
+    exists: bool
+    error: ItemError
+    def __init__(self, reserved: _Optional[_Union[Reservation, _Mapping]] = ..., exists: _Optional[bool] = ..., error: _Optional[_Union[ItemError, _Mapping]] = ...) -> None: ...
+
+class Reservation(_message.Message):
+    __slots__ = ("id", "extent")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    EXTENT_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    extent: Extent
+    def __init__(self, id: _Optional[int] = ..., extent: _Optional[_Union[Extent, _Mapping]] = ...) -> None: ...
+
+class CommitRequest(_message.Message):
+    __slots__ = ("session", "items")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    session: SessionRef
+    items: _containers.RepeatedCompositeFieldContainer[CommitItem]
+    def __init__(self, session: _Optional[_Union[SessionRef, _Mapping]] = ..., items: _Optional[_Iterable[_Union[CommitItem, _Mapping]]] = ...) -> None: ...
+
+class CommitItem(_message.Message):
+    __slots__ = ("reservation_id", "header_checksum")
+    RESERVATION_ID_FIELD_NUMBER: _ClassVar[int]
+    HEADER_CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    reservation_id: int
+    header_checksum: int
+    def __init__(self, reservation_id: _Optional[int] = ..., header_checksum: _Optional[int] = ...) -> None: ...
+
+class CommitReply(_message.Message):
+    __slots__ = ("outcomes",)
+    OUTCOMES_FIELD_NUMBER: _ClassVar[int]
+    outcomes: _containers.RepeatedCompositeFieldContainer[CommitOutcome]
+    def __init__(self, outcomes: _Optional[_Iterable[_Union[CommitOutcome, _Mapping]]] = ...) -> None: ...
+
+class CommitOutcome(_message.Message):
+    __slots__ = ("generation", "error")
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    generation: int
+    error: ItemError
+    def __init__(self, generation: _Optional[int] = ..., error: _Optional[_Union[ItemError, _Mapping]] = ...) -> None: ...
+
+class AbortRequest(_message.Message):
+    __slots__ = ("session", "reservation_ids")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    RESERVATION_IDS_FIELD_NUMBER: _ClassVar[int]
+    session: SessionRef
+    reservation_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, session: _Optional[_Union[SessionRef, _Mapping]] = ..., reservation_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class AbortReply(_message.Message):
+    __slots__ = ("aborted",)
+    ABORTED_FIELD_NUMBER: _ClassVar[int]
+    aborted: int
+    def __init__(self, aborted: _Optional[int] = ...) -> None: ...
+
+class CommitRoundRequest(_message.Message):
+    __slots__ = ("session", "round", "namespace", "members")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    session: SessionRef
+    round: str
+    namespace: bytes
+    members: _containers.RepeatedCompositeFieldContainer[CacheKey]
+    def __init__(self, session: _Optional[_Union[SessionRef, _Mapping]] = ..., round: _Optional[str] = ..., namespace: _Optional[bytes] = ..., members: _Optional[_Iterable[_Union[CacheKey, _Mapping]]] = ...) -> None: ...
+
+class CommitRoundReply(_message.Message):
+    __slots__ = ("elections", "bytes_before", "bytes_after")
+    ELECTIONS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_BEFORE_FIELD_NUMBER: _ClassVar[int]
+    BYTES_AFTER_FIELD_NUMBER: _ClassVar[int]
+    elections: _containers.RepeatedCompositeFieldContainer[Election]
+    bytes_before: int
+    bytes_after: int
+    def __init__(self, elections: _Optional[_Iterable[_Union[Election, _Mapping]]] = ..., bytes_before: _Optional[int] = ..., bytes_after: _Optional[int] = ...) -> None: ...
+
+class Election(_message.Message):
+    __slots__ = ("segment", "master_context", "candidates")
+    SEGMENT_FIELD_NUMBER: _ClassVar[int]
+    MASTER_CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    CANDIDATES_FIELD_NUMBER: _ClassVar[int]
+    segment: bytes
+    master_context: bytes
+    candidates: _containers.RepeatedCompositeFieldContainer[Candidate]
+    def __init__(self, segment: _Optional[bytes] = ..., master_context: _Optional[bytes] = ..., candidates: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ...) -> None: ...
+
+class Candidate(_message.Message):
+    __slots__ = ("context", "deviation", "is_mirror", "record_bytes")
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    DEVIATION_FIELD_NUMBER: _ClassVar[int]
+    IS_MIRROR_FIELD_NUMBER: _ClassVar[int]
+    RECORD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    context: bytes
+    deviation: float
+    is_mirror: bool
+    record_bytes: int
+    def __init__(self, context: _Optional[bytes] = ..., deviation: _Optional[float] = ..., is_mirror: _Optional[bool] = ..., record_bytes: _Optional[int] = ...) -> None: ...
+
+class RenewRequest(_message.Message):
+    __slots__ = ("session", "lease_ids", "lease_ttl_s")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    LEASE_IDS_FIELD_NUMBER: _ClassVar[int]
+    LEASE_TTL_S_FIELD_NUMBER: _ClassVar[int]
+    session: SessionRef
+    lease_ids: _containers.RepeatedScalarFieldContainer[int]
+    lease_ttl_s: float
+    def __init__(self, session: _Optional[_Union[SessionRef, _Mapping]] = ..., lease_ids: _Optional[_Iterable[int]] = ..., lease_ttl_s: _Optional[float] = ...) -> None: ...
+
+class RenewReply(_message.Message):
+    __slots__ = ("renewed",)
+    RENEWED_FIELD_NUMBER: _ClassVar[int]
+    renewed: _containers.RepeatedScalarFieldContainer[bool]
+    def __init__(self, renewed: _Optional[_Iterable[bool]] = ...) -> None: ...
+
+class ReleaseRequest(_message.Message):
+    __slots__ = ("session", "lease_ids")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    LEASE_IDS_FIELD_NUMBER: _ClassVar[int]
+    session: SessionRef
+    lease_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, session: _Optional[_Union[SessionRef, _Mapping]] = ..., lease_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ReleaseReply(_message.Message):
+    __slots__ = ("released",)
+    RELEASED_FIELD_NUMBER: _ClassVar[int]
+    released: int
+    def __init__(self, released: _Optional[int] = ...) -> None: ...
+
+class DeleteRequest(_message.Message):
+    __slots__ = ("session", "keys", "namespace")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    session: SessionRef
+    keys: _containers.RepeatedCompositeFieldContainer[CacheKey]
+    namespace: bytes
+    def __init__(self, session: _Optional[_Union[SessionRef, _Mapping]] = ..., keys: _Optional[_Iterable[_Union[CacheKey, _Mapping]]] = ..., namespace: _Optional[bytes] = ...) -> None: ...
+
+class DeleteReply(_message.Message):
+    __slots__ = ("deleted",)
+    DELETED_FIELD_NUMBER: _ClassVar[int]
+    deleted: int
+    def __init__(self, deleted: _Optional[int] = ...) -> None: ...
+
+class StatsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StatsReply(_message.Message):
+    __slots__ = ("json",)
+    JSON_FIELD_NUMBER: _ClassVar[int]
+    json: str
+    def __init__(self, json: _Optional[str] = ...) -> None: ...
