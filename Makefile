@@ -1,0 +1,45 @@
+# Every command a developer or CI runs. `make demo` and `make test` need nothing but Python 3.11+ and make.
+PYTHON ?= python3
+VENV ?= .venv
+RUN := PYTHONSAFEPATH=1 $(VENV)/bin/
+STAMP := $(VENV)/.installed
+
+.PHONY: setup demo serve test check proto bench lock clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml requirements.lock
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/pip install --quiet --no-deps --requirement requirements.lock
+	$(VENV)/bin/pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $@
+
+demo: setup
+	$(RUN)kvservice demo
+
+serve: setup
+	$(RUN)kvservice serve
+
+test: setup
+	$(RUN)pytest
+
+check: setup
+	$(RUN)ruff check .
+	$(RUN)ruff format --check .
+	$(RUN)mypy
+	$(RUN)pytest tests/test_architecture.py tests/test_tidy.py --quiet
+
+proto: setup
+	$(RUN)python -m grpc_tools.protoc -I proto --python_out=. --pyi_out=. --grpc_python_out=. proto/kvservice/wire/v1/*.proto
+	rm -f kvservice/wire/v1/record_pb2_grpc.py
+
+bench: setup
+	for question in restore transport catalog; do $(RUN)python bench/$$question.py || exit 1; done
+
+# From an environment that was set up or upgraded by hand.
+lock:
+	$(RUN)python deploy/lock.py > requirements.lock.new
+	mv requirements.lock.new requirements.lock
+
+clean:
+	rm -rf build dist *.egg-info $(VENV)

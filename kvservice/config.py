@@ -1,0 +1,180 @@
+"""Every setting of the service, and the only reader of flags, TOML and environment.
+
+Order of precedence: command line, environment (``KVSERVICE_<NAME>``), file, default. An unknown key stops the boot.
+"""
+
+import argparse
+import dataclasses
+import ipaddress
+import os
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvservice.model.errors import ConfigError
+
+ENVIRONMENT_PREFIX = "KVSERVICE_"
+MIB, GIB = 1 << 20, 1 << 30
+_UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": MIB, "GiB": GIB, "TiB": 1 << 40}
+_PORT_MAX = 65535
+
+
+def _why(text: str) -> dict[str, str]:
+    return {"why": text}
+
+
+def _runtime_folder() -> Path:
+    """A folder only this user can enter: the session's own if there is one."""
+    return Path(os.environ.get("XDG_RUNTIME_DIR") or f"/tmp/kvservice-{os.getuid()}")  # noqa: S108  mode 0700 below
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The settings of one node. Sizes are bytes, times are seconds."""
+
+    socket: str = field(
+        default="",
+        metadata=_why("unix socket of the control plane; empty: kvservice.sock in the user's runtime folder"),
+    )
+    host: str = field(
+        default="127.0.0.1",
+        metadata=_why("address of gRPC and HTTP; only loopback, since nothing here is authenticated"),
+    )
+    grpc_port: int = field(
+        default=50151, metadata=_why("TCP port of the control plane; 0 takes any free one, -1 opens none")
+    )
+    http_port: int = field(
+        default=50152, metadata=_why("TCP port of /healthz, /metrics and /stats; 0 takes any free one, -1 opens none")
+    )
+    host_bytes: int = field(default=GIB, metadata=_why("size of the host arena, taken from shared memory at boot"))
+    is_prefaulted: bool = field(
+        default=False, metadata=_why("touch every page of the arena at boot, so that the first writes do not pay")
+    )
+    lease_ttl_s: float = field(default=30.0, metadata=_why("how long a lookup's promise lasts unless renewed"))
+    sessions_max: int = field(default=1024, metadata=_why("sessions open at a time; each costs a stream"))
+    worker_threads: int = field(
+        default=2, metadata=_why("threads that verify checksums and fold caches; both release the GIL")
+    )
+    log_level: str = field(default="INFO", metadata=_why("DEBUG, INFO, WARNING or ERROR"))
+
+    def __post_init__(self) -> None:
+        self._check_addresses()
+        _check(self.host_bytes >= MIB, "host_bytes", self.host_bytes, "at least 1MiB")
+        _check(0 < self.lease_ttl_s <= 600, "lease_ttl_s", self.lease_ttl_s, "above 0 and at most 600 seconds")
+        _check(self.sessions_max >= 1, "sessions_max", self.sessions_max, "at least 1")
+        _check(1 <= self.worker_threads <= 64, "worker_threads", self.worker_threads, "1 to 64")
+        levels = ("DEBUG", "INFO", "WARNING", "ERROR")
+        _check(self.log_level in levels, "log_level", self.log_level, f"one of {', '.join(levels)}")
+
+    def _check_addresses(self) -> None:
+        for name in ("grpc_port", "http_port"):
+            port = getattr(self, name)
+            _check(-1 <= port <= _PORT_MAX, name, port, f"-1 to {_PORT_MAX}")
+        try:
+            is_loopback = self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            is_loopback = False
+        _check(is_loopback, "host", self.host, "a loopback address: the service does not authenticate its callers")
+
+    @property
+    def socket_path(self) -> Path:
+        """Where the control plane's unix socket lies."""
+        return Path(self.socket) if self.socket else _runtime_folder() / "kvservice.sock"
+
+    @property
+    def data_socket_path(self) -> Path:
+        """Where the socket that hands over the arena lies: beside the control plane's."""
+        return self.socket_path.with_name(self.socket_path.name + ".data")
+
+
+def _check(holds: bool, name: str, value: object, rule: str) -> None:
+    if not holds:
+        raise ConfigError(f"setting {name} = {value!r}: it must be {rule}")
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes from ``"512MiB"``, ``"4GiB"`` or a plain number. Raises ConfigError for anything else."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]iB|B|)\s*", text)
+    if not found:
+        raise ConfigError(f"{text!r} is not a size; write a number with B, KiB, MiB, GiB or TiB, such as 4GiB")
+    return int(float(found[1]) * _UNITS[found[2]])
+
+
+def load_settings(
+    arguments: Mapping[str, str], *, file: Path | None = None, environment: Mapping[str, str] | None = None
+) -> Settings:
+    """Settings from the three sources. ``environment`` defaults to the process's own."""
+    values: dict[str, object] = {}
+    if file is not None:
+        values |= _read_file(file)
+    values |= _read_environment(os.environ if environment is None else environment)
+    values |= arguments
+    known = {spec.name: spec for spec in dataclasses.fields(Settings)}
+    unknown = sorted(values.keys() - known.keys())
+    if unknown:
+        raise ConfigError(f"unknown settings {', '.join(unknown)}; known are {', '.join(known)}")
+    return Settings(**{name: _convert(known[name], value) for name, value in values.items()})  # type: ignore[arg-type]
+
+
+def _read_file(file: Path) -> dict[str, object]:
+    try:
+        with file.open("rb") as stream:
+            return tomllib.load(stream)
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"cannot read the settings in {file}: {error}") from error
+
+
+def _read_environment(environment: Mapping[str, str]) -> dict[str, object]:
+    names = {name: name.removeprefix(ENVIRONMENT_PREFIX).lower() for name in environment}
+    return {short: environment[name] for name, short in names.items() if name.startswith(ENVIRONMENT_PREFIX)}
+
+
+def _convert(spec: "dataclasses.Field[object]", value: object) -> object:
+    if isinstance(value, str) and spec.type is not str:
+        return _parse(spec, value)
+    if spec.type is float and type(value) is int:
+        return float(value)
+    _check(type(value) is spec.type, spec.name, value, f"a {getattr(spec.type, '__name__', spec.type)}")
+    return value
+
+
+def _parse(spec: "dataclasses.Field[object]", text: str) -> object:
+    if spec.name.endswith("_bytes"):
+        return parse_bytes(text)
+    if spec.type is bool:
+        _check(text.lower() in ("true", "false"), spec.name, text, "true or false")
+        return text.lower() == "true"
+    assert spec.type in (int, float), spec
+    try:
+        return spec.type(text)
+    except ValueError as error:
+        raise ConfigError(f"setting {spec.name} = {text!r}: it must be a number") from error
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """One flag a setting, ``--host-bytes 4GiB``, and ``--config FILE``."""
+    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with settings")
+    for spec in dataclasses.fields(Settings):
+        flag = "--" + spec.name.replace("_", "-")
+        default = spec.default if spec.default != "" else "see text"
+        parser.add_argument(flag, metavar="VALUE", help=f"{spec.metadata['why']} (default: {default})")
+
+
+def settings_from_flags(parsed: argparse.Namespace) -> Settings:
+    """Settings from parsed flags, the file they name, and the environment."""
+    names = [spec.name for spec in dataclasses.fields(Settings)]
+    given = {name: getattr(parsed, name) for name in names if getattr(parsed, name) is not None}
+    return load_settings(given, file=parsed.config)
+
+
+def user_cache_folder() -> Path:
+    """Where converted models and other things that can be made again are kept between runs."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvservice"
+
+
+def process_environment(changes: Mapping[str, str] | None = None, *, without: Sequence[str] = ()) -> dict[str, str]:
+    """The environment for a child process: this one's, with ``changes``, and ``without`` some names."""
+    kept = {name: value for name, value in os.environ.items() if name not in without}
+    return kept | dict(changes or {})
