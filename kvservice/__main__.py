@@ -1,0 +1,98 @@
+"""The ``kvservice`` command: serve, demo, doctor, stats. Names both sides, and imports each only when asked to."""
+
+import argparse
+import asyncio
+import json
+import logging
+import sys
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvservice import __version__
+from kvservice.config import Settings, add_flags, settings_from_flags, user_cache_folder
+from kvservice.model.errors import KVServiceError
+
+HTTP_TIMEOUT_S = 5.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command. Exit status: 0 done, 1 the command found something wrong, 2 bad usage."""
+    parsed = _parser().parse_args(arguments)
+    try:
+        return int(parsed.run(parsed))
+    except KVServiceError as error:
+        print(f"kvservice: {error.code}: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="kvservice", description="KV-cache storage for multi-agent LLM inference")
+    parser.add_argument("--version", action="version", version=f"kvservice {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    serve = commands.add_parser("serve", help="run a cache node until it is told to stop")
+    add_flags(serve)
+    serve.set_defaults(run=_serve)
+    stats = commands.add_parser("stats", help="print what a running node holds")
+    stats.add_argument("--http", default=f"127.0.0.1:{Settings().http_port}", metavar="HOST:PORT")
+    stats.set_defaults(run=_stats)
+    _add_client_commands(commands)
+    return parser
+
+
+def _add_client_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    demo = commands.add_parser("demo", help="store a round of agents once, restore every one of them exactly")
+    demo.add_argument("--tiny", action="store_true", help="a small random model: seconds, and no download")
+    demo.add_argument("--agents", type=int, default=8, metavar="N")
+    demo.add_argument("--ratio", type=float, default=0.02, help="share of the shared rows that is refreshed")
+    demo.add_argument("--output", type=Path, default=Path("build/demo.json"), metavar="FILE")
+    demo.add_argument("--cache", type=Path, default=user_cache_folder(), metavar="FOLDER", help="converted models")
+    demo.set_defaults(run=_demo)
+    doctor = commands.add_parser("doctor", help="prove a round trip against a running node, or say what is wrong")
+    doctor.add_argument("--socket", default=str(Settings().socket_path), metavar="PATH")
+    doctor.set_defaults(run=_doctor)
+
+
+def _serve(parsed: argparse.Namespace) -> int:
+    from kvservice.app import Addresses, serve
+
+    settings = settings_from_flags(parsed)
+    logging.basicConfig(level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    def announce(addresses: Addresses) -> None:
+        line = f"kvservice {__version__}: unix:{addresses.socket}, gRPC port {addresses.grpc_port}, "
+        line += f"HTTP port {addresses.http_port}, host arena {settings.host_bytes} bytes"
+        print(line, flush=True)
+
+    asyncio.run(serve(settings, announce))
+    return 0
+
+
+def _stats(parsed: argparse.Namespace) -> int:
+    try:
+        with urllib.request.urlopen(f"http://{parsed.http}/stats", timeout=HTTP_TIMEOUT_S) as reply:
+            document = json.load(reply)
+    except OSError as error:
+        print(f"kvservice: no node answers at {parsed.http}: {error}. Is `kvservice serve` running?", file=sys.stderr)
+        return 1
+    print(json.dumps(document, indent=2))
+    return 0
+
+
+def _demo(parsed: argparse.Namespace) -> int:
+    from kvservice.client.demo.run import DemoSettings, run_demo
+
+    settings = DemoSettings(
+        agents=parsed.agents, ratio=parsed.ratio, is_tiny=parsed.tiny, output=parsed.output, cache=parsed.cache
+    )
+    return run_demo(settings)
+
+
+def _doctor(parsed: argparse.Namespace) -> int:
+    from kvservice.client.doctor import run_doctor
+
+    return run_doctor(parsed.socket)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,254 @@
+"""Composition root: builds a node's parts, owns the order in which they start and stop.
+
+``Service`` is a whole node on an event loop of its own thread; ``serve`` runs one in the foreground until a signal;
+``LocalNode`` is the same node without sockets, for a client in this process.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self, TypeVar
+
+import grpc
+import numpy as np
+from aiohttp import web
+from google.protobuf.message import Message
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from kvservice.calls import CacheCalls
+from kvservice.config import Settings
+from kvservice.data_socket import DataSocket, remove_stale_socket
+from kvservice.node import Node, NodeLimits
+from kvservice.rpc import add_to_server
+from kvservice.stats.http import build_http
+from kvservice.storage.arena import Arena
+from kvservice.storage.host_tier import HostTier
+from kvservice.wire.v1 import cache_pb2
+
+SERVICE_NAME = cache_pb2.DESCRIPTOR.services_by_name["CacheService"].full_name
+STOP_GRACE_S = 2.0
+START_TIMEOUT_S = 60.0
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Addresses:
+    """Where a running node answers; a port is 0 if it was not opened."""
+
+    socket: str
+    grpc_port: int
+    http_port: int
+
+
+def build_node(settings: Settings, data_socket: str, *, owns_process: bool = False) -> tuple[Node, Arena]:
+    """A node and the arena it stands on. The boot epoch is the start time, so it rises with every start.
+
+    ``owns_process``: the node may tune the process's garbage collector.
+    """
+    arena = Arena(settings.host_bytes, is_prefaulted=settings.is_prefaulted)
+    limits = NodeLimits(sessions_max=settings.sessions_max, lease_ttl_s=settings.lease_ttl_s)
+    node = Node(
+        limits,
+        HostTier(arena),
+        clock=time.monotonic,
+        boot_epoch=time.time_ns(),
+        data_socket=data_socket,
+        worker_threads=settings.worker_threads,
+        owns_process=owns_process,
+    )
+    return node, arena
+
+
+class NodeServers:
+    """All servers of one node, on the running loop."""
+
+    def __init__(self, settings: Settings, *, owns_process: bool = False) -> None:
+        self._settings = settings
+        self._node, self._arena = build_node(settings, str(settings.data_socket_path), owns_process=owns_process)
+        self._data = DataSocket(
+            settings.data_socket_path, settings.host_bytes, self._node.session_access, self._open_descriptor
+        )
+        self._grpc = grpc.aio.server()
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # set by the package at import
+        self._http: web.AppRunner | None = None
+
+    async def start(self) -> Addresses:
+        """Open everything; healthy once this returns. On failure all that was opened is closed again."""
+        try:
+            return await self._start()
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def _start(self) -> Addresses:
+        self._node.start()
+        self._data.start()
+        grpc_port = await self._start_grpc()
+        http_port = await self._start_http()
+        await self._health.set(SERVICE_NAME, health_pb2.HealthCheckResponse.SERVING)
+        await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
+        return Addresses(str(self._settings.socket_path), grpc_port, http_port)
+
+    async def stop(self) -> None:
+        """Close in the opposite order; sessions end, and with them all that they hold. Safe to call twice."""
+        await self._health.enter_graceful_shutdown()
+        await self._grpc.stop(STOP_GRACE_S)
+        if self._http is not None:
+            await self._http.cleanup()
+        await self._data.stop()
+        await self._node.stop()
+        self._arena.close()
+
+    async def _start_grpc(self) -> int:
+        add_to_server(CacheCalls(self._node), self._grpc)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
+        names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._grpc)
+        path = self._settings.socket_path
+        remove_stale_socket(path)
+        mask = os.umask(0o177)
+        try:
+            self._grpc.add_insecure_port(f"unix:{path}")
+        finally:
+            os.umask(mask)
+        port = 0
+        if self._settings.grpc_port >= 0:
+            port = self._grpc.add_insecure_port(f"{self._settings.host}:{self._settings.grpc_port}")
+        await self._grpc.start()
+        return port
+
+    async def _start_http(self) -> int:
+        if self._settings.http_port < 0:
+            return 0
+        self._http = web.AppRunner(build_http(self._node.stats_document, lambda: True), access_log=None)
+        await self._http.setup()
+        site = web.TCPSite(self._http, self._settings.host, self._settings.http_port)
+        await site.start()
+        address = self._http.addresses[0]
+        return int(address[1])
+
+    def _open_descriptor(self, is_writable: bool) -> int:
+        return os.dup(self._arena.descriptor()) if is_writable else self._arena.read_only_descriptor()
+
+
+async def serve(settings: Settings, announce: Callable[[Addresses], None]) -> None:
+    """Run a node until SIGTERM or SIGINT. ``announce`` is called once it is healthy."""
+    servers, stop = NodeServers(settings, owns_process=True), asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    announce(await servers.start())
+    await stop.wait()
+    await servers.stop()
+
+
+class LoopThread:
+    """An event loop on a thread of its own; the calling thread submits coroutines and waits for them."""
+
+    def __init__(self, name: str) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+
+    def run(self, work: Awaitable[T], timeout_s: float | None = None) -> T:
+        """The result of ``work``, run on the loop; exceptions are raised here."""
+        future: Future[T] = asyncio.run_coroutine_threadsafe(_as_coroutine(work), self.loop)
+        return future.result(timeout_s)
+
+    def close(self) -> None:
+        """Stop the loop and wait for its thread."""
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()
+
+
+async def _as_coroutine(work: Awaitable[T]) -> T:
+    return await work
+
+
+async def _on_loop(work: Callable[[], T]) -> T:
+    return work()
+
+
+class Service:
+    """A whole node behind its sockets, on a thread of this process: ``with Service(settings) as service``."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self.addresses = Addresses("", 0, 0)
+
+    def __enter__(self) -> Self:
+        self._thread = LoopThread("kvservice")
+        try:
+            self._servers = self._thread.run(_build_servers(self._settings), START_TIMEOUT_S)
+            self.addresses = self._thread.run(self._servers.start(), START_TIMEOUT_S)
+        except BaseException:
+            self._thread.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._thread.run(self._servers.stop())
+        self._thread.close()
+
+
+async def _build_servers(settings: Settings) -> NodeServers:
+    return NodeServers(settings)  # grpc.aio objects belong to the loop they are made on
+
+
+class LocalNode:
+    """A node inside this process, without sockets: ``with LocalNode(settings) as node``. Thread-safe."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+
+    def __enter__(self) -> Self:
+        self._thread = LoopThread("kvservice-local")
+        self._node, self._arena = build_node(self._settings, "")
+        self._calls = CacheCalls(self._node)
+        self._thread.run(_on_loop(self._node.start))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._thread.run(self._node.stop())
+        self._thread.close()
+        self._arena.close()
+
+    @property
+    def arena(self) -> np.ndarray:
+        """The host arena, uint8 ``[bytes]``. Read leased extents, write reserved ones."""
+        return self._arena.view
+
+    def open_session(self, hello: cache_pb2.Hello) -> cache_pb2.Welcome:
+        """Open a session; the caller closes it."""
+        return self._thread.run(_on_loop(lambda: self._calls.open_session(hello)))
+
+    def register(self, session_id: bytes, request: cache_pb2.RegisterIdentities) -> cache_pb2.Registered:
+        """Register more identities with a session."""
+        return self._thread.run(_on_loop(lambda: self._calls.register(session_id, request)))
+
+    def close_session(self, session_id: bytes) -> None:
+        """Free all that the session holds."""
+        self._thread.run(_on_loop(lambda: self._calls.close_session(session_id)))
+
+    def call(self, name: str, request: Message) -> Message:
+        """One call of the cache service by its name, such as ``"Lookup"``. Raises KVServiceError."""
+        reply: Message = self._thread.run(self._calls.call(name, request))
+        return reply

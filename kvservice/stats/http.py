@@ -1,0 +1,58 @@
+"""The HTTP side of a node: /healthz, /metrics (Prometheus) and /stats (JSON). Read-only; it changes nothing.
+
+Every number comes from one stats document, so that the three views cannot disagree.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from aiohttp import web
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from kvservice.stats.metrics import METRICS, MetricSpec
+
+StatsDocument = Mapping[str, object]
+
+
+class DocumentCollector:
+    """Turns the stats document into Prometheus metrics, by the table in ``stats/metrics.py``."""
+
+    def __init__(self, document: Callable[[], StatsDocument]) -> None:
+        self._document = document
+
+    def collect(self) -> Iterator[Metric]:
+        """Called by prometheus_client at every scrape."""
+        document = self._document()
+        for spec in METRICS:
+            yield _family(spec, spec.samples(document))
+
+
+def _family(spec: MetricSpec, samples: Iterable[tuple[tuple[str, ...], float]]) -> Metric:
+    kind = CounterMetricFamily if spec.is_counter else GaugeMetricFamily
+    family = kind(spec.name, spec.help, labels=spec.labels)
+    for labels, value in samples:
+        family.add_metric(labels, value)
+    return family
+
+
+def build_http(document: Callable[[], StatsDocument], is_ready: Callable[[], bool]) -> web.Application:
+    """The aiohttp application. ``document`` runs on the catalog's thread, which is also aiohttp's."""
+    registry = CollectorRegistry()
+    registry.register(DocumentCollector(document))
+
+    async def healthz(_: web.Request) -> web.Response:
+        ready = is_ready()
+        return web.json_response({"status": "ok" if ready else "starting"}, status=200 if ready else 503)
+
+    async def metrics(_: web.Request) -> web.Response:
+        return web.Response(body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def stats(_: web.Request) -> web.Response:
+        return web.json_response(dict(document()))
+
+    application = web.Application()
+    application.router.add_get("/healthz", healthz)
+    application.router.add_get("/metrics", metrics)
+    application.router.add_get("/stats", stats)
+    return application

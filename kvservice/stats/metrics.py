@@ -1,0 +1,91 @@
+"""Every metric's name in one place, with where in the stats document its value stands. Names are stable."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class MetricSpec:
+    """One Prometheus metric. ``path``: keys in the stats document; at ``*`` every key becomes a label's value."""
+
+    name: str
+    help: str
+    path: tuple[str, ...]
+    is_counter: bool = False
+    labels: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        assert len(self.labels) == self.path.count("*"), self.name
+
+    def samples(self, document: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], float]]:
+        """Label values and value of every sample."""
+        yield from _walk(document, self.path, ())
+
+
+def _walk(value: Any, path: tuple[str, ...], labels: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], float]]:
+    if not path:
+        yield labels, float(value)
+    elif path[0] != "*":
+        yield from _walk(value[path[0]], path[1:], labels)
+    else:
+        for key, below in value.items():
+            if len(path) == 1 or isinstance(below, Mapping):
+                yield from _walk(below, path[1:], (*labels, key))
+
+
+def _gauge(name: str, text: str, *path: str, labels: tuple[str, ...] = ()) -> MetricSpec:
+    return MetricSpec(f"kvservice_{name}", text, path, labels=labels)
+
+
+def _counter(name: str, text: str, *path: str, labels: tuple[str, ...] = ()) -> MetricSpec:
+    return MetricSpec(f"kvservice_{name}_total", text, path, is_counter=True, labels=labels)
+
+
+METRICS = (
+    _gauge("uptime_seconds", "Seconds since the node started.", "uptime_s"),
+    _gauge("host_capacity_bytes", "Size of the host arena.", "host", "capacity_bytes"),
+    _gauge("host_used_bytes", "Allocated bytes, with rounding and what is being written.", "host", "used_bytes"),
+    _gauge("host_record_bytes", "Bytes of published records.", "host", "record_bytes"),
+    _gauge("host_unpublished_bytes", "Bytes reserved and not committed yet.", "host", "unpublished_bytes"),
+    _gauge("host_held_bytes", "Bytes that leases or workers hold.", "host", "held_bytes"),
+    _gauge("caches", "Caches by kind.", "caches", "*", "count", labels=("kind",)),
+    _gauge("cache_record_bytes", "Bytes of records by kind.", "caches", "*", "record_bytes", labels=("kind",)),
+    _gauge("cache_dense_bytes", "Bytes the published caches would take if all were dense.", "caches", "dense_bytes"),
+    _gauge("cache_ratio", "Dense bytes over the record bytes that stand for them.", "caches", "ratio"),
+    _gauge("families", "Segments with at least one cache.", "caches", "families"),
+    _gauge("groups", "Masters with their mirrors.", "caches", "groups"),
+    _gauge("namespaces", "Identities with at least one cache.", "caches", "namespaces"),
+    _counter("lookups", "Lookup calls.", "lookups", "calls"),
+    _counter("lookup_segments", "Segments asked for.", "lookups", "asked"),
+    _counter("lookup_exact", "Segments answered with exact KV of an equal context.", "lookups", "exact"),
+    _counter("lookup_refreshed", "Segments answered with refreshed KV of an equal context.", "lookups", "refreshed"),
+    _counter("lookup_shifted", "Segments answered from another context.", "lookups", "shifted"),
+    _counter("lookup_missed", "Segments not found, by reason.", "lookups", "missed", "*", labels=("reason",)),
+    _counter("reserved", "Reservations given.", "writes", "reserved"),
+    _counter("reserve_existed", "Reservations not needed, since the cache was there.", "writes", "existed"),
+    _counter("reserve_refused", "Reservations refused, by error.", "writes", "reserves_refused", "*", labels=("code",)),
+    _counter("published", "Caches published.", "writes", "published"),
+    _counter("published_bytes", "Bytes of published records.", "writes", "published_bytes"),
+    _counter("commit_refused", "Commits refused, by error.", "writes", "commits_refused", "*", labels=("code",)),
+    _counter("aborted", "Reservations given back unwritten.", "writes", "aborted"),
+    _counter("deleted", "Caches deleted.", "writes", "deleted"),
+    _counter("evicted_groups", "Groups evicted.", "evictions", "groups"),
+    _counter("evicted_caches", "Caches evicted.", "evictions", "caches"),
+    _counter("evicted_bytes", "Bytes of records evicted.", "evictions", "record_bytes"),
+    _counter("folded", "Dense caches folded into mirrors.", "folds", "folded"),
+    _counter("fold_kept", "Dense caches that no master was near enough to.", "folds", "kept"),
+    _counter("fold_refused", "Mirrors that did not restore and were not published.", "folds", "refused"),
+    _counter("fold_dropped", "Folds given up: queue full, no room, or the cache went away.", "folds", "dropped"),
+    _counter("rebased", "Mirrors moved to a newly elected master.", "folds", "rebased"),
+    _counter("fold_saved_bytes", "Bytes that folding freed.", "folds", "saved_bytes"),
+    _counter("elections", "Masters elected over rounds.", "folds", "elections"),
+    _gauge("fold_queue", "Dense caches that wait to be folded.", "folds", "queued"),
+    _gauge("sessions", "Sessions open.", "handles", "sessions"),
+    _counter("sessions_opened", "Sessions opened.", "handles", "sessions_opened"),
+    _gauge("leases", "Leases held.", "handles", "leases"),
+    _counter("leases_granted", "Leases granted.", "handles", "leases_granted"),
+    _counter("leases_expired", "Leases that ran out.", "handles", "leases_expired"),
+    _gauge("reservations", "Reservations open.", "handles", "reservations"),
+    _counter("corrupt", "Checksums that did not match their bytes.", "corrupt"),
+)
