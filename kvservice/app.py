@@ -76,7 +76,7 @@ class NodeServers:
         self._settings = settings
         self._node, self._arena = build_node(settings, str(settings.data_socket_path), owns_process=owns_process)
         self._data = DataSocket(
-            settings.data_socket_path, settings.host_bytes, self._node.session_access, self._open_descriptor
+            settings.data_socket_path, self._arena.bytes, self._node.session_access, self._open_descriptor
         )
         self._grpc = grpc.aio.server()
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # set by the package at import
