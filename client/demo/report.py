@@ -35,7 +35,7 @@ def _main_table(facts: Mapping[str, Any]) -> Table:
     table.add_row("shared part", f"{facts['shared_ratio']:.1f}x less than {facts['agents']} dense copies")
     table.add_row(
         "mirrors",
-        f"{facts['mirrors']}, each 1/{facts['mirror_ratio']:.0f} of a dense cache ({facts['selector']} refreshed)",
+        f"{facts['mirrors']}, about 1/{facts['mirror_ratio']:.0f} of a dense cache ({facts['selector']} refreshed)",
     )
     table.add_row("restored", "every bit of every agent" if facts["exact"] else "[red]BITS DIFFER[/]")
     table.add_row(

@@ -127,10 +127,12 @@ class Round:
         return RoundPrompt.from_parts(type(self.client.namespace)(namespace), parts, policy=policy)
 
     def lead(self) -> None:
-        """The leader computes the run in full; its caches become the masters."""
-        reader, decoder = self.readers[self.leader], self.world.decoder
-        reader.first = decoder.logits(decoder.prefill(reader.tokens, reader.prompt_slots)[-1:])
-        reader.stored = self.client.store(reader.prompt, self._views(), reader.prompt_slots)
+        """The leader restores its history and computes the run in full; its caches become the masters."""
+        reader, views = self.readers[self.leader], self._views()
+        with self.client.lookup([reader.prompt]) as plans:
+            self.client.restore(plans, views, [reader.prompt_slots]).wait()
+            reader.first = self._refresh(reader.tokens, reader.prompt_slots, plans[0], "exact")
+            reader.stored = self.client.store(reader.prompt, views, reader.prompt_slots, base=plans[0])
 
     def follow(self) -> None:
         """All others: one lookup, one restore of the leader's masters, a refresh each, one store of the mirrors."""
@@ -159,17 +161,16 @@ class Round:
     # What it costs in quality
 
     def compute_references(self) -> None:
-        """Prefill every prompt in full beside the reused ones, and continue it greedily."""
-        decoder = self.world.decoder
-        for reader in self.readers:
-            slots = self._room(reader.tokens)
-            first = decoder.logits(decoder.prefill(reader.tokens, slots[: reader.count])[-1:])
-            start = first.argmax(-1)
-            behind = decoder.decode(start, torch.tensor([reader.count]), [slots], CONTINUE_TOKENS - 1)
-            tokens = torch.cat((start, behind[0]))
-            logits = continuation_logits(decoder, slots, reader.count, first, tokens)
-            self.references.append(Reference(tokens, logits))
-            decoder.kv.free(slots)
+        """Prefill every prompt in full beside the reused ones, and continue all of them greedily."""
+        decoder, counts = self.world.decoder, torch.tensor([reader.count for reader in self.readers])
+        slots = [self._room(reader.tokens) for reader in self.readers]
+        places = list(zip(self.readers, slots, strict=True))
+        first = [decoder.logits(decoder.prefill(reader.tokens, at[: reader.count])[-1:]) for reader, at in places]
+        start = torch.cat(first).argmax(-1)
+        tokens = torch.cat((start[:, None], decoder.decode(start, counts, slots, CONTINUE_TOKENS - 1)), dim=1)
+        for (reader, at), logits, own in zip(places, first, tokens, strict=True):
+            self.references.append(Reference(own, continuation_logits(decoder, at, reader.count, logits, own)))
+            decoder.kv.free(at)
 
     def closeness_as_stored(self) -> Closeness:
         """Of the reused prompts to their full prefill, over all agents but the leader."""
@@ -185,14 +186,16 @@ class Round:
         return continuation_logits(self.world.decoder, reader.slots, reader.count, reader.first, tokens)
 
     def closeness_of(self, selector: str, *, from_producers: bool = False) -> Closeness:
-        """Of another way of reuse, tried on copies: another selector, or the producers' own caches as source."""
+        """Of another way of reuse, tried and not stored: another selector, or the producers' own caches as source.
+
+        To be asked before ``follow``: afterwards a reader's own refreshed caches would be the nearest source.
+        """
         namespace = self.world.producers_identity.namespace() if from_producers else self.client.namespace
         found = []
         for index, reader in enumerate(self.readers):
             if index != self.leader:
                 history = self.world.agents[index].history
-                # A policy of its own keeps the refreshed caches already stored from answering.
-                prompt = self._prompt(history, namespace, f"{selector}/trial")
+                prompt = self._prompt(history, namespace, selector)
                 found.append(self._try(index, reader.tokens, prompt, selector))
         return Closeness.mean(found)
 

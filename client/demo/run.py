@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import TypeVar
 
 from rich.console import Console
@@ -77,10 +76,10 @@ def play(game: Round, settings: DemoSettings, steps: Steps) -> dict[str, object]
     steps.run("round 1: every agent reads its history and speaks", game.write_outputs)
     game.make_prompts()
     steps.run("round 2: the leader computes the shared run in full", game.lead)
-    steps.run("round 2: the others restore it, refresh and store mirrors", game.follow)
-    steps.run("prefill every prompt in full, to compare", game.compute_references)
-    reuse = steps.run("compare next tokens", game.closeness_as_stored)
+    steps.run("prefill every prompt in full, to compare with", game.compute_references)
     others = steps.run("try other selectors and sources", lambda: _alternatives(game))
+    steps.run("round 2: the others restore it, refresh and store mirrors", game.follow)
+    reuse = steps.run("compare next tokens", game.closeness_as_stored)
     before = [game.continue_reader(index) for index in range(len(game.readers))]
     snapshot = game.snapshot()
     game.drop_engine()
@@ -128,15 +127,17 @@ def _sizes(game: Round) -> dict[str, object]:
     dense_of = _dense_bytes(game)
     stored = [(reader, one) for reader, one in game.stored_segments() if one.record_bytes]
     shared = [(reader, one) for reader, one in stored if _kind(game, reader, one.index) is PartKind.SHARED]
-    ratios = [dense_of(reader, one.index) / one.record_bytes for reader, one in game.mirrors()]
+    mirrors = [(dense_of(reader, one.index), one.record_bytes) for reader, one in game.mirrors()]
     dense = sum(reader.count for reader in game.readers) * game.token_bytes
     dense_shared = sum(segment.numel() for segment in game.segments) * game.token_bytes * len(game.readers)
     total = game.history_bytes + sum(one.record_bytes for _, one in stored)
     return {
         "bytes_dense": dense,
         "bytes_stored": total,
-        "mirrors": len(ratios),
-        "mirror_ratio": fmean(ratios) if ratios else 0.0,
+        "mirrors": len(mirrors),
+        # Over sums: the refreshed rows gather in some segments, and a mean of ratios would flatter the empty mirrors.
+        "mirror_ratio": sum(dense for dense, _ in mirrors) / sum(stored for _, stored in mirrors),
+        "mirror_ratio_smallest": min(dense / record for dense, record in mirrors),
         "shared_ratio": dense_shared / sum(one.record_bytes for _, one in shared),
         "round_ratio": dense / total,
     }
