@@ -1,0 +1,126 @@
+"""One record to be stored: what it says of itself, and whether it can be a mirror.
+
+A mirror is found by comparing, bit by bit and row by row, what the engine holds with the master moved to where the
+engine holds it. So it is exact whatever produced the KV, and small where most of it was restored from that master.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from kvservice.client.paged import PagedMemory, Slots
+from kvservice.kernels import cpu
+from kvservice.kernels.shapes import Bits, Rotation
+from kvservice.model.cache import CacheMeta, MasterReference
+from kvservice.model.errors import NonFiniteError
+from kvservice.storage.record import (
+    RecordLayout,
+    RecordReader,
+    RecordWriter,
+    WrittenRecord,
+    master_layout,
+    mirror_layout,
+)
+
+MIRROR_PART_MAX = 0.5
+"""A mirror above this part of the dense bytes is stored dense: it would save little, and needs its master to live."""
+
+_BITS = {2: np.uint16, 4: np.uint32}
+
+
+@dataclass(frozen=True, slots=True)
+class Diff:
+    """A mirror's content: ``runs[layer][plane]`` int32 ``[n, 2]`` and the replaced rows, copied."""
+
+    runs: tuple[list[cpu.Runs], ...]
+    rows: tuple[list[Bits], ...]
+
+
+@dataclass(slots=True)
+class Draft:
+    """A segment's cache on its way into the arena. ``base``: the master it may be stored against, leased.
+
+    ``diff`` is set while it is to be stored as a mirror.
+    """
+
+    meta: CacheMeta
+    slots: Slots
+    base: RecordReader | None = None
+    diff: Diff | None = None
+
+    def find_diff(self, memory: PagedMemory, rotations: Sequence[Rotation]) -> None:
+        """Try to make it a mirror of ``base``. The base's layers are verified: a mirror of other bytes is for ever.
+
+        Raises NonFiniteError, and CorruptError when the base's bytes are not what was published.
+        """
+        if self.base is None:
+            return
+        room_bytes = self.meta.dense_bytes * MIRROR_PART_MAX
+        scratch = empty_layer(self.meta)
+        runs: list[list[cpu.Runs]] = []
+        rows: list[list[Bits]] = []
+        for layer, rotation in enumerate(rotations):
+            self._gather(memory, layer, scratch)
+            self.base.verify_layer(layer)
+            runs.append(self._layer_runs(layer, rotation, scratch))
+            rows.append([_take_rows(plane, found) for plane, found in zip(scratch, runs[-1], strict=True)])
+            room_bytes -= sum(plane.nbytes for plane in (*rows[-1], *runs[-1]))
+            if room_bytes < 0:
+                return
+        self.diff = Diff(tuple(runs), tuple(rows))
+
+    def record(self) -> tuple[CacheMeta, RecordLayout]:
+        """What is to be written: a mirror if a diff was found, else a dense master."""
+        if self.diff is None:
+            return self.meta, master_layout(self.meta)
+        meta = replace(self.meta, master=self.reference)
+        return meta, mirror_layout(meta, self.diff.runs)
+
+    @property
+    def reference(self) -> MasterReference | None:
+        """The master that the record will refer to; None if it is dense."""
+        if self.diff is None or self.base is None:
+            return None
+        return MasterReference(self.base.meta.key.context, self.base.generation)
+
+    def write(self, buffer: Bits, memory: PagedMemory) -> WrittenRecord:
+        """Write the record into reserved bytes, in place. Raises NonFiniteError; the bytes are then no record."""
+        meta, layout = self.record()
+        writer = RecordWriter(buffer, meta, layout)
+        for layer in range(meta.geometry.layers):
+            if self.diff is None:
+                self._gather(memory, layer, writer.master_planes(layer))
+            else:
+                targets = writer.mirror_rows(layer, self.diff.runs[layer])
+                for target, found in zip(targets, self.diff.rows[layer], strict=True):
+                    np.copyto(target, found)
+        return writer.finish()
+
+    def _layer_runs(self, layer: int, rotation: Rotation, member: Sequence[Bits]) -> list[cpu.Runs]:
+        assert self.base is not None
+        geometry, master = self.meta.geometry, self.base.meta
+        planes = self.base.master_planes(layer)
+        return cpu.diff_layer(
+            planes, master.position, member, self.meta.position, geometry.planes, rotation, geometry.dtype
+        )
+
+    def _gather(self, memory: PagedMemory, layer: int, out: Sequence[Bits]) -> None:
+        count = memory.gather_layer(layer, self.slots, out)
+        if count:
+            raise NonFiniteError(
+                f"cache {self.meta.key} at position {self.meta.position}, layer {layer}: {count} values of K or V are "
+                "NaN or infinite; nothing of this call was stored"
+            )
+
+
+def empty_layer(meta: CacheMeta) -> list[Bits]:
+    """Room for one dense layer, per plane ``[tokens, row_elements]``."""
+    bits = _BITS[meta.geometry.element_bytes]
+    return [np.empty((meta.tokens, plane.row_elements), bits) for plane in meta.geometry.planes]
+
+
+def _take_rows(plane: Bits, runs: cpu.Runs) -> Bits:
+    if not len(runs):
+        return plane[:0]
+    return np.concatenate([plane[first : first + count] for first, count in runs.tolist()])

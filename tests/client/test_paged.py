@@ -1,0 +1,57 @@
+"""An engine's paged KV as the kernels see it."""
+
+import numpy as np
+import pytest
+import torch
+
+from kvservice.client.device_paged import host_tensor
+from kvservice.client.paged import CpuPaged, check_paged_kv
+from kvservice.model.errors import GeometryMismatchError
+from tests.client.builders import GEOMETRIES, Engine, make_identity
+
+IDENTITY = make_identity()
+
+
+def test_views_are_kept_only_for_the_very_same_tensors() -> None:
+    engine = Engine(IDENTITY.geometry)
+    memory = CpuPaged(engine.planes, IDENTITY)
+    assert memory.is_of(engine.planes, IDENTITY)
+    assert memory.is_of([list(layer) for layer in engine.planes], IDENTITY)
+    assert not memory.is_of(engine.planes, make_identity())
+    assert not memory.is_of(engine.planes[:-1], IDENTITY)
+    assert not memory.is_of([layer[:1] for layer in engine.planes], IDENTITY)
+    assert not memory.is_of([[plane.clone() for plane in layer] for layer in engine.planes], IDENTITY)
+    engine.planes[0][0].set_(torch.zeros_like(engine.planes[0][0]).untyped_storage())  # the engine moved its memory
+    assert not memory.is_of(engine.planes, IDENTITY)
+
+
+def test_planes_must_have_equally_many_slots() -> None:
+    engine = Engine(IDENTITY.geometry)
+    engine.planes[1][1] = engine.planes[1][1][:-1]
+    with pytest.raises(GeometryMismatchError, match="equally many slots"):
+        check_paged_kv(engine.planes, IDENTITY.geometry)
+
+
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_any_strides_will_do(name: str) -> None:
+    geometry = GEOMETRIES[name]
+    identity = make_identity(geometry)
+    engine = Engine(geometry)
+    strided = [[plane.transpose(1, 2).contiguous().transpose(1, 2) for plane in layer] for layer in engine.planes]
+    slots = engine.allocate(9)
+    for layer, expected in enumerate(engine.rows(slots)):
+        kind = np.uint16 if geometry.element_bytes == 2 else np.uint32
+        out = [np.zeros((9, plane.row_elements), kind) for plane in geometry.planes]
+        assert CpuPaged(strided, identity).gather_layer(layer, slots.numpy(), out) == 0
+        for found, rows in zip(out, expected, strict=True):
+            assert np.array_equal(found, rows.flatten(1).numpy().view(kind))
+
+
+def test_read_only_host_memory_becomes_a_tensor_without_a_copy() -> None:
+    rows = np.arange(12, dtype=np.uint16).reshape(3, 4)
+    tensor = host_tensor(rows, torch.float16)
+    rows[1, 2] = 77
+    rows.flags.writeable = False
+    assert np.array_equal(tensor.view(torch.int16).numpy().view(np.uint16), rows)
+    assert host_tensor(rows[:0], torch.float16).shape == (0, 4)
+    assert host_tensor(rows, torch.float16).data_ptr() == rows.ctypes.data
