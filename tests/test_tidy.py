@@ -9,9 +9,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FUNCTION_LINES_MAX = 60
 FILE_LINES_MAX = 420
+TEST_FILE_LINES_MAX = 480
 BANNED_NAMES = {"utils.py", "common.py", "helpers.py", "manager.py", "misc.py"}
 BANNED_TEXT = {
-    "pickle": re.compile(r"\bpickle\.|import pickle|torch\.load\("),
+    "pickle": re.compile(r"\bpickle\.[a-zA-Z]|(import|from) pickle|torch\.load\("),
     "work left for later": re.compile(r"\b(TODO|FIXME|XXX)\b"),
     "a sleep": re.compile(r"\btime\.sleep\("),
 }
@@ -48,8 +49,10 @@ def test_functions_stay_short() -> None:
 
 
 def test_files_stay_readable_in_one_sitting() -> None:
-    lengths = {path.relative_to(ROOT).as_posix(): len(path.read_text().splitlines()) for path in own_python()}
-    assert not {name: lines for name, lines in lengths.items() if lines > FILE_LINES_MAX}
+    for path in own_python():
+        name = path.relative_to(ROOT).as_posix()
+        limit = TEST_FILE_LINES_MAX if name.startswith("tests/") else FILE_LINES_MAX
+        assert len(path.read_text().splitlines()) <= limit, name
 
 
 def test_no_drawer_files() -> None:

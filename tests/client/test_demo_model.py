@@ -1,3 +1,5 @@
+"""The demo's models: complete or absent, never fetched, the same every time."""
+
 import hashlib
 import importlib.util
 import json

@@ -1,3 +1,5 @@
+"""The eviction order against a list that is obviously right."""
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st

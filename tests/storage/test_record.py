@@ -1,3 +1,5 @@
+"""Records: what is written is what is read, and the bytes are pinned."""
+
 from typing import TYPE_CHECKING, Any
 
 import numpy as np

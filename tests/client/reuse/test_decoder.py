@@ -1,3 +1,5 @@
+"""The torch decoder, held against transformers' own models."""
+
 import json
 from pathlib import Path
 from typing import Any

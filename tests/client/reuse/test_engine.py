@@ -1,3 +1,5 @@
+"""Rows know their slots and refuse what is no row."""
+
 import pytest
 import torch
 

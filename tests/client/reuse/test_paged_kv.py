@@ -1,3 +1,5 @@
+"""The decoder's paged memory: blocks, slots, and unwritten rows that show."""
+
 import pytest
 import torch
 from hypothesis import given

@@ -1,3 +1,5 @@
+"""The refresh loop: what is computed, what is written, and what must stay as restored."""
+
 import pytest
 import torch
 from torch import Tensor

@@ -1,3 +1,5 @@
+"""Row classes of a prompt."""
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,3 +1,5 @@
+"""Selectors: which rows they pick, and the one text each has."""
+
 from decimal import Decimal
 
 import pytest
