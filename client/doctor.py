@@ -134,6 +134,9 @@ class RoundTrip:
         shared, slots = list(range(TOKENS)), torch.arange(BLOCKS * BLOCK_SIZE)
         first = RoundPrompt.from_parts(client.namespace, [(PartKind.SHARED, shared)])
         stored = client.store(first, views, slots[:TOKENS])
+        refused = next((one.error for one in stored.segments if one.error is not None), None)
+        if refused is not None:
+            raise refused
         self._say("store a dense cache", stored.stored_bytes > 0, f"{stored.stored_bytes} bytes")
         self._compare(client, views, first, slots[:TOKENS], slots[TOKENS : 2 * TOKENS], "restore it bit for bit")
         parts = [(PartKind.PRIVATE, [9] * MOVED_BY), (PartKind.SHARED, shared)]
