@@ -1,0 +1,253 @@
+"""The calls of a node in wire messages: decode, call, encode; no decisions. gRPC and in-process clients share it."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from kvservice import __version__
+from kvservice.catalog import Cache
+from kvservice.leases import Grant
+from kvservice.lookup import Finding, marks_behind
+from kvservice.model.cache import MasterReference, Tier
+from kvservice.model.errors import InvalidInputError, KVServiceError, LeaseExpiredError, LimitError
+from kvservice.model.identity import Namespace
+from kvservice.model.plan import Outcome
+from kvservice.model.segment import CacheKey, ContextId, SegmentId
+from kvservice.node import Node
+from kvservice.sessions import Session
+from kvservice.store import Reservation, WriteRequest
+from kvservice.wire.v1 import cache_pb2 as wire
+
+HIT, MISS, HOST = int(Outcome.HIT), int(Outcome.MISS), int(Tier.HOST)
+
+
+class CacheCalls:
+    """A node's calls by message. Any of them may raise KVServiceError. Use it from the node's loop only."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self._by_name: dict[str, Callable[[Any], Awaitable[Any]]] = {
+            "Lookup": self.lookup,
+            "Reserve": self.reserve,
+            "Commit": self.commit,
+            "Abort": self.abort,
+            "CommitRound": self.commit_round,
+            "Renew": self.renew,
+            "Release": self.release,
+            "Delete": self.delete,
+            "Stats": self.stats,
+        }
+
+    async def call(self, name: str, request: Any) -> Any:
+        """Any unary call by its gRPC method name, such as ``Lookup``."""
+        if name not in self._by_name:
+            raise InvalidInputError(f"there is no call {name!r}; there are {', '.join(self._by_name)}")
+        return await self._by_name[name](request)
+
+    # Session
+
+    def open_session(self, hello: wire.Hello) -> wire.Welcome:
+        """Open a session. Whoever calls this must call ``close_session``, whatever happens."""
+        node = self.node
+        session = node.open_session(hello.client_name, list(hello.identities), may_write=hello.wants_write)
+        limits = node.limits
+        return wire.Welcome(
+            session_id=session.id,
+            boot_epoch=node.boot_epoch,
+            namespaces=node.sessions.register(session, list(hello.identities)),
+            limits=wire.Limits(
+                lookup_segments_max=limits.lookup_segments_max,
+                reserve_items_max=limits.reserve_items_max,
+                lease_ttl_s_max=limits.lease_ttl_s_max,
+                record_bytes_max=node.tier.capacity_bytes,
+            ),
+            arena=wire.Arena(bytes=node.tier.arena.bytes, data_socket=node.data_socket),
+            version=__version__,
+        )
+
+    def register(self, session_id: bytes, request: wire.RegisterIdentities) -> wire.Registered:
+        """Register more identities in an open session."""
+        session = self.node.session(session_id, self.node.boot_epoch)
+        return wire.Registered(namespaces=self.node.sessions.register(session, list(request.identities)))
+
+    def close_session(self, session_id: bytes) -> None:
+        """Free all that the session holds; closing twice is no error."""
+        self.node.close_session(session_id)
+
+    def _session(self, reference: wire.SessionRef) -> Session:
+        return self.node.session(reference.session_id, reference.boot_epoch)
+
+    # Lookup
+
+    async def lookup(self, request: wire.LookupRequest) -> wire.LookupReply:
+        """Answer all segments of all prompts under one lease. Long requests let other calls in between."""
+        node = self.node
+        session = self._session(request.session)
+        total, limit = sum(len(prompt.segments) for prompt in request.prompts), node.limits.lookup_segments_max
+        if total > limit:
+            raise LimitError(f"a lookup of {total} segments, the limit is {limit}; split it")
+        reply = wire.LookupReply()
+        grant = node.grant(session, request.lease_ttl_s)
+        try:
+            answered = 0
+            for prompt in request.prompts:
+                answered += len(prompt.segments)
+                self._answer(session, grant, prompt, reply.prompts.add())
+                if answered > node.limits.lookup_slice:
+                    answered = 0
+                    await self._let_others_in(grant)
+        except BaseException:
+            self._end(grant)
+            raise
+        self._conclude(grant, reply)
+        return reply
+
+    async def _let_others_in(self, grant: Grant) -> None:
+        await asyncio.sleep(0)
+        if grant.id not in self.node.leases.live:
+            raise LeaseExpiredError("the session ended, or its lease ran out, during its lookup; look up again")
+
+    def _conclude(self, grant: Grant, reply: wire.LookupReply) -> None:
+        self.node.counters.lookups.calls += 1
+        if not grant.caches:
+            self._end(grant)
+            return
+        self.node.counters.leases_granted += 1
+        reply.lease.id = grant.id
+        reply.lease.ttl_s = grant.ttl_s
+
+    def _end(self, grant: Grant) -> None:
+        if grant.id in self.node.leases.live:
+            self.node.leases.end(grant)
+
+    def _answer(self, session: Session, grant: Grant, prompt: wire.PromptQuery, reply: wire.PromptReply) -> None:
+        node, space, marks = self.node, session.spaces.get(Namespace(prompt.namespace)), b""
+        if space is not None:
+            reply.pinned_reason = space.pinned_reason
+        for asked in prompt.segments:
+            segment = asked.segment
+            finding = node.answer(space, SegmentId(segment), asked, marks, grant)
+            marks = marks_behind(segment, marks)
+            _encode_finding(finding, reply.segments.add())
+
+    # Writing
+
+    async def reserve(self, request: wire.ReserveRequest) -> wire.ReserveReply:
+        """An outcome for every item, in order."""
+        session = self._session(request.session)
+        limit = self.node.limits.reserve_items_max
+        if len(request.items) > limit:
+            raise LimitError(f"a reserve of {len(request.items)} items, the limit is {limit}; split it")
+        self.node.expire()
+        reply = wire.ReserveReply()
+        for item in request.items:
+            try:
+                outcome = _encode_reserved(self.node.reserve(session, _decode_item(item)))
+            except KVServiceError as error:
+                outcome = wire.ReserveOutcome(error=encode_error(error))
+            reply.outcomes.append(outcome)
+        return reply
+
+    async def commit(self, request: wire.CommitRequest) -> wire.CommitReply:
+        """An outcome for every item, in order."""
+        session = self._session(request.session)
+        items = [(item.reservation_id, item.header_checksum) for item in request.items]
+        outcomes = await self.node.commit(session, items)
+        return wire.CommitReply(outcomes=[_encode_committed(outcome) for outcome in outcomes])
+
+    async def abort(self, request: wire.AbortRequest) -> wire.AbortReply:
+        """Free reservations."""
+        return wire.AbortReply(aborted=self.node.abort(self._session(request.session), request.reservation_ids))
+
+    async def commit_round(self, request: wire.CommitRoundRequest) -> wire.CommitRoundReply:
+        """Elect masters of a round."""
+        session = self._session(request.session)
+        keys = [_decode_key(key) for key in request.members]
+        outcome = await self.node.commit_round(session, request.namespace, keys)
+        reply = wire.CommitRoundReply(bytes_before=outcome.bytes_before, bytes_after=outcome.bytes_after)
+        for election in outcome.elections:
+            one = reply.elections.add(segment=election.segment, master_context=election.master)
+            for candidate in election.candidates:
+                one.candidates.add(
+                    context=candidate.context,
+                    deviation=candidate.deviation,
+                    is_mirror=candidate.is_mirror,
+                    record_bytes=candidate.record_bytes,
+                )
+        return reply
+
+    # Leases and upkeep
+
+    async def renew(self, request: wire.RenewRequest) -> wire.RenewReply:
+        """Which leases live on."""
+        session = self._session(request.session)
+        return wire.RenewReply(renewed=self.node.renew(session, request.lease_ids, request.lease_ttl_s))
+
+    async def release(self, request: wire.ReleaseRequest) -> wire.ReleaseReply:
+        """End leases."""
+        return wire.ReleaseReply(released=self.node.release(self._session(request.session), request.lease_ids))
+
+    async def delete(self, request: wire.DeleteRequest) -> wire.DeleteReply:
+        """Delete caches."""
+        keys = [_decode_key(key) for key in request.keys]
+        return wire.DeleteReply(deleted=self.node.delete(self._session(request.session), keys, request.namespace))
+
+    async def stats(self, _: wire.StatsRequest) -> wire.StatsReply:
+        """The stats document."""
+        return wire.StatsReply(json=json.dumps(self.node.stats_document()))
+
+
+def encode_error(error: KVServiceError) -> wire.ItemError:
+    """The error of one item."""
+    return wire.ItemError(code=error.code, message=str(error))
+
+
+def _encode_finding(finding: Finding, reply: wire.SegmentReply) -> None:
+    cache = finding.cache
+    reply.affinity = finding.affinity
+    if cache is None:
+        reply.outcome = MISS
+        reply.miss_reason = finding.miss_reason
+        return
+    reply.outcome = HIT
+    reply.match = finding.match
+    reply.context = cache.context
+    reply.provenance = cache.provenance
+    reply.position = cache.position
+    _encode_location(cache, reply.record)
+    if cache.master is not None:
+        reply.master_context = cache.master.context
+        _encode_location(cache.master, reply.master)
+
+
+def _encode_location(cache: Cache, location: wire.Location) -> None:
+    location.tier = HOST
+    location.generation = cache.generation
+    extent = location.extent
+    extent.offset = cache.offset
+    extent.length = cache.record_bytes
+
+
+def _encode_reserved(reservation: Reservation | None) -> wire.ReserveOutcome:
+    if reservation is None:
+        return wire.ReserveOutcome(exists=True)
+    extent = wire.Extent(offset=reservation.extent.offset, length=reservation.extent.length)
+    return wire.ReserveOutcome(reserved=wire.Reservation(id=reservation.id, extent=extent))
+
+
+def _encode_committed(outcome: Cache | KVServiceError) -> wire.CommitOutcome:
+    if isinstance(outcome, KVServiceError):
+        return wire.CommitOutcome(error=encode_error(outcome))
+    return wire.CommitOutcome(generation=outcome.generation)
+
+
+def _decode_key(key: wire.CacheKey) -> CacheKey:
+    return CacheKey(SegmentId(key.segment), ContextId(key.context))
+
+
+def _decode_item(item: wire.ReserveItem) -> WriteRequest:
+    master = None
+    if item.master_context:
+        master = MasterReference(ContextId(item.master_context), item.master_generation)
+    return WriteRequest(item.namespace, _decode_key(item.key), item.record_bytes, master)

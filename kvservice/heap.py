@@ -1,0 +1,28 @@
+"""The garbage collector of a process that holds millions of long-lived objects.
+
+A full collection walks every tracked object: 1,000,000 caches stall all calls for 0.6-0.75 s (bench/catalog.py). The catalog makes no
+reference cycles, so what it holds needs no collector: from time to time all survivors are frozen, which takes them out
+of every later collection; frozen objects still go when their last reference goes.
+"""
+
+import gc
+
+CACHES_BETWEEN_FREEZES = 2_000
+"""A freeze stops the loop for 1.5 us a cache: 3 ms."""
+
+
+class Heap:
+    """Freezes survivors after every so many new caches. Only for a process of our own."""
+
+    def __init__(self) -> None:
+        self._new_caches = 0
+
+    def note_growth(self) -> bool:
+        """One more cache was published; were survivors frozen?"""
+        self._new_caches += 1
+        if self._new_caches < CACHES_BETWEEN_FREEZES:
+            return False
+        self._new_caches = 0
+        gc.collect()  # real garbage must not be frozen; walks only what is not frozen yet
+        gc.freeze()
+        return True

@@ -1,0 +1,35 @@
+"""Every limit of a node, named. Reaching one is an answer to the caller (LimitError), never a crash or a wait."""
+
+from dataclasses import dataclass
+
+from kvservice.model.lease import LEASE_TTL_S_MAX
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLimits:
+    """Bounds of queues, loops, messages and waits.
+
+    ``lookup_segments_max``: segments of one Lookup. ``lookup_slice``: segments answered before other calls get a turn.
+    ``candidates_max``: members of a family that are ranked for a shifted use, the most recently used ones.
+    ``masters_tried_max``: masters that a dense cache is compared with before it is folded.
+    ``mirror_share_max``: a mirror is kept if its record is at most this share of the dense one.
+    """
+
+    lookup_segments_max: int = 65536
+    lookup_slice: int = 4096
+    reserve_items_max: int = 4096
+    sessions_max: int = 4096
+    identities_per_session_max: int = 256
+    leases_per_session_max: int = 65536
+    reservations_per_session_max: int = 65536
+    lease_ttl_s: float = 30.0
+    lease_ttl_s_max: float = LEASE_TTL_S_MAX
+    candidates_max: int = 64
+    evictions_per_reserve_max: int = 65536
+    fold_queue_max: int = 65536
+    masters_tried_max: int = 8
+    round_members_max: int = 4096
+    election_candidates_max: int = 128
+    mirror_share_max: float = 0.5
+    verify_job_bytes: int = 64 << 20
+    upkeep_interval_s: float = 1.0

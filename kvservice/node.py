@@ -1,0 +1,313 @@
+"""A node: the parts put together, and the calls that clients make, in the model's words.
+
+One thread, the event loop's, owns all state; workers read held extents and post back. Nothing here knows gRPC or wire
+messages (calls.py, rpc.py do).
+"""
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+
+from kvservice import __version__
+from kvservice.allocation import Allocation
+from kvservice.catalog import Cache, Catalog, Space, VerifiedRecord
+from kvservice.families import Families, Round
+from kvservice.heap import Heap
+from kvservice.leases import Grant, Leases
+from kvservice.limits import NodeLimits
+from kvservice.lookup import UNKNOWN_NAMESPACE, Asked, Finding, find
+from kvservice.model.errors import InvalidInputError, KVServiceError
+from kvservice.model.lease import BootEpoch, SessionId
+from kvservice.model.segment import CacheKey, SegmentId
+from kvservice.sessions import Session, Sessions
+from kvservice.stats.counters import Counters
+from kvservice.stats.document import NodeDocument
+from kvservice.storage.host_tier import HostTier
+from kvservice.store import Reservation, Store, Verification, WriteRequest, verify
+from kvservice.worker import ThreadWorker, Worker
+
+__all__ = ["Node", "NodeLimits"]
+
+_LOG = logging.getLogger(__name__)
+SESSION_ID_BYTES = 16
+
+
+class Node:
+    """Everything one boot of a service holds. Calls must come from the thread of one event loop.
+
+    ``clock``: monotonic seconds. ``data_socket``: the path that clients get the arena from, told in the welcome.
+    ``worker``: where checksums and folding run, instead of ``worker_threads`` threads. ``owns_process``: the node may
+    tune the process's garbage collector; never in an engine's process.
+    """
+
+    def __init__(
+        self,
+        limits: NodeLimits,
+        tier: HostTier,
+        *,
+        clock: Callable[[], float],
+        boot_epoch: int,
+        data_socket: str = "",
+        worker_threads: int = 2,
+        worker: Worker | None = None,
+        owns_process: bool = False,
+    ) -> None:
+        self.tier = tier
+        self.boot_epoch = BootEpoch(boot_epoch)
+        self.data_socket = data_socket
+        self.limits = limits
+        self.counters = Counters()
+        self.catalog = Catalog(tier.free)
+        self.allocation = Allocation(tier, self.catalog, self.limits, self.counters)
+        self.sessions = Sessions(self.catalog, self.boot_epoch, self.limits)
+        self.leases = Leases(self.catalog, self.boot_epoch, self.limits, self.counters)
+        self.store = Store(self.catalog, self.allocation, self.limits, self.counters)
+        self.worker = worker or ThreadWorker(worker_threads)
+        self.families = Families(self.catalog, self.allocation, self.worker, self.limits, self.counters)
+        self._clock = clock
+        self._started_s = clock()
+        self.heap = Heap() if owns_process else None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._has_folds = asyncio.Event()
+        self._is_stopping = False
+
+    # Start and stop
+
+    def start(self) -> None:
+        """Begin to expire leases and to fold, in the running loop."""
+        assert not self._tasks, "a node is started once"
+        self._tasks = [asyncio.create_task(self._keep_up()), asyncio.create_task(self._fold_forever())]
+
+    async def stop(self) -> None:
+        """End every session and what runs in the background; the tier may be closed afterwards."""
+        self._is_stopping = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks = []
+        for session in list(self.sessions.open.values()):
+            self._close(session)
+        self.worker.close()
+
+    async def _keep_up(self) -> None:
+        while not self._is_stopping:
+            await asyncio.sleep(self.limits.upkeep_interval_s)
+            self.expire()
+
+    async def _fold_forever(self) -> None:
+        while not self._is_stopping:
+            await self._has_folds.wait()
+            self._has_folds.clear()
+            try:
+                await self.fold_pending()
+            except Exception:  # noqa: BLE001  a task's top: folding is an optimisation, the dense cache stays
+                _LOG.exception("folding a cache failed; it stays dense. Please report this")
+                self._has_folds.set()
+
+    async def fold_pending(self) -> int:
+        """Fold until the queue is empty; how many were looked at."""
+        count = 0
+        while await self.families.fold_next():
+            count += 1
+        return count
+
+    def expire(self) -> None:
+        """End the leases whose time has come."""
+        self.leases.expire(self._clock())
+
+    # Sessions
+
+    def open_session(self, client_name: str, identities: Sequence[str], *, may_write: bool) -> Session:
+        """A session with the namespaces of ``identities`` (JSON). Nothing is left of it if one of them is refused."""
+        id_ = SessionId(os.urandom(SESSION_ID_BYTES))
+        session = self.sessions.add(id_, client_name, may_write=may_write)
+        try:
+            self.sessions.register(session, identities)
+        except KVServiceError:
+            self.sessions.remove(session)
+            raise
+        self.counters.sessions_opened += 1
+        return session
+
+    def session(self, id_: bytes, boot_epoch: int) -> Session:
+        """The open session that a request names. Raises StaleEpochError or UnknownSessionError."""
+        return self.sessions.require(id_, boot_epoch)
+
+    def is_session_open(self, id_: bytes, boot_epoch: int) -> bool:
+        """May whoever names this session have the arena?"""
+        return boot_epoch == self.boot_epoch and SessionId(id_) in self.sessions.open
+
+    def session_access(self, id_: bytes, boot_epoch: int) -> bool | None:
+        """Does the session write? None if there is no such session."""
+        session = self.sessions.open.get(SessionId(id_)) if boot_epoch == self.boot_epoch else None
+        return None if session is None else session.may_write
+
+    def close_session(self, id_: bytes) -> None:
+        """Free all that a session holds. Closing twice is no error."""
+        session = self.sessions.open.get(SessionId(id_))
+        if session is not None:
+            self._close(session)
+
+    def _close(self, session: Session) -> None:
+        self.leases.end_all(session)
+        self.store.abandon_all(session)
+        self.sessions.remove(session)
+
+    # Lookup and leases
+
+    def answer(self, space: Space | None, segment: SegmentId, asked: Asked, marks: bytes, grant: Grant) -> Finding:
+        """What answers one segment of a prompt, leased under ``grant``; ``marks``: the segments before, flat."""
+        finding, family = UNKNOWN_NAMESPACE, None
+        if space is not None:
+            family = space.families.get(segment)
+            finding = find(
+                family,
+                asked,
+                marks,
+                is_pinned=bool(space.pinned_reason),
+                candidates_max=self.limits.candidates_max,
+            )
+        self.counters.lookups.count(finding.match, finding.miss_reason)
+        if finding.cache is not None and family is not None:
+            self.leases.add(grant, finding.cache)
+            if len(family.members) > self.limits.candidates_max:  # of smaller ones all members are ranked anyway
+                self.catalog.touch(finding.cache)
+        return finding
+
+    def grant(self, session: Session, ttl_s: float) -> Grant:
+        """A lease for what a lookup is about to find; ends leases whose time has come first."""
+        now_s = self._clock()
+        self.leases.expire(now_s)
+        return self.leases.grant(session, now_s, ttl_s)
+
+    def renew(self, session: Session, ids: Iterable[int], ttl_s: float) -> list[bool]:
+        """Which leases live on, for ``ttl_s`` from now at least."""
+        self.expire()
+        return self.leases.renew(session, ids, self._clock() + self.leases.ttl_s(ttl_s))
+
+    def release(self, session: Session, ids: Iterable[int]) -> int:
+        """End leases; how many were live."""
+        return self.leases.release(session, ids)
+
+    # Writing
+
+    def reserve(self, session: Session, request: WriteRequest) -> Reservation | None:
+        """An extent for one record; None if its key exists. Raises KVServiceError for this one."""
+        try:
+            return self.store.reserve(session, request)
+        except KVServiceError as error:
+            self.counters.reserves_refused[error.code] += 1
+            raise
+
+    async def commit(self, session: Session, items: Sequence[tuple[int, int]]) -> list[Cache | KVServiceError]:
+        """Verify and publish (reservation id, header checksum) pairs; a refused one is freed and its error returned.
+
+        If the call is cancelled, what was not published yet is freed.
+        """
+        session.require_write()
+        outcomes: list[Cache | KVServiceError | None] = [None] * len(items)
+        begun: list[tuple[int, Verification]] = []
+        for index, (id_, checksum) in enumerate(items):
+            try:
+                begun.append((index, self.store.begin(session, id_, checksum)))
+            except KVServiceError as error:
+                outcomes[index] = self._refused(error)
+        try:
+            jobs = _batches(begun, self.limits.verify_job_bytes)
+            batches = await asyncio.gather(*(self._commit_batch(job) for job in jobs), return_exceptions=True)
+        finally:  # gather waits for every worker, so what is left is read by nobody and finished by nobody
+            self.store.drop_unfinished(job.reservation for _, job in begun)
+        for finished in batches:
+            if isinstance(finished, BaseException):
+                raise finished
+            for index, outcome in finished:
+                outcomes[index] = outcome
+        return [outcome for outcome in outcomes if outcome is not None]
+
+    async def _commit_batch(self, batch: list[tuple[int, Verification]]) -> list[tuple[int, Cache | KVServiceError]]:
+        checked = await self.worker.run(partial(_verify_all, [job for _, job in batch]))
+        return [
+            (index, self._publish(job.reservation, record)) for (index, job), record in zip(batch, checked, strict=True)
+        ]
+
+    def _publish(self, reservation: Reservation, record: VerifiedRecord | KVServiceError) -> Cache | KVServiceError:
+        if isinstance(record, KVServiceError):
+            self.store.drop(reservation)
+            return self._refused(record)
+        try:
+            cache = self.store.publish(reservation, record)
+        except KVServiceError as error:
+            return self._refused(error)
+        self.families.enqueue(cache)
+        if self.families.queue:
+            self._has_folds.set()
+        if self.heap is not None:
+            self.heap.note_growth()
+        return cache
+
+    def _refused(self, error: KVServiceError) -> KVServiceError:
+        self.counters.commits_refused[error.code] += 1
+        return error
+
+    def abort(self, session: Session, ids: Iterable[int]) -> int:
+        """Free reservations; how many there were."""
+        return self.store.abort(session, ids)
+
+    async def commit_round(self, session: Session, namespace: bytes, keys: Sequence[CacheKey]) -> Round:
+        """Elect masters for a round's segments and fold the rest."""
+        session.require_write()
+        return await self.families.commit_round(session.space(namespace), keys)
+
+    # Deleting
+
+    def delete(self, session: Session, keys: Sequence[CacheKey], namespace: bytes = b"") -> int:
+        """Hide caches at once, all of ``namespace`` or those of ``keys``; how many were held.
+
+        Their bytes go when the last lease, and of a master the last mirror, goes.
+        """
+        session.require_write()
+        if namespace and keys:
+            raise InvalidInputError("a delete names keys or a whole namespace, not both")
+        found = _all_of(session.space(namespace)) if namespace else self._named(session, keys)
+        for cache in found:
+            if not cache.is_hidden:
+                self.catalog.hide(cache)
+        self.counters.deleted += len(found)
+        return len(found)
+
+    def _named(self, session: Session, keys: Iterable[CacheKey]) -> list[Cache]:
+        spaces = list(session.spaces.values())
+        found = (space.find(key.segment, key.context) for key in keys for space in spaces)
+        return list(dict.fromkeys(cache for cache in found if cache is not None))
+
+    # Stats
+
+    def stats_document(self) -> NodeDocument:
+        """What the node holds and has done; see stats/document.py for the schema."""
+        from kvservice.stats.document import node_document
+
+        return node_document(self, __version__, self._clock() - self._started_s)
+
+
+def _all_of(space: Space) -> list[Cache]:
+    return [cache for family in space.families.values() for cache in family.members.values()]
+
+
+def _batches(begun: list[tuple[int, Verification]], bytes_max: int) -> list[list[tuple[int, Verification]]]:
+    """Small records share a job, since a job costs 50-100 us of the loop; large ones get threads of their own."""
+    batches: list[list[tuple[int, Verification]]] = []
+    room = 0
+    for item in begun:
+        length = item[1].reservation.extent.length
+        if not batches or length > room:
+            batches.append([])
+            room = bytes_max
+        batches[-1].append(item)
+        room -= length
+    return batches
+
+
+def _verify_all(jobs: Sequence[Verification]) -> list[VerifiedRecord | KVServiceError]:
+    return [verify(job) for job in jobs]

@@ -1,0 +1,88 @@
+"""Sessions: who is connected, what it may do and what it holds. State only, owned by one thread."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvservice.catalog import Catalog, Space
+from kvservice.limits import NodeLimits
+from kvservice.model.errors import InvalidInputError, LimitError, NotOwnedError, StaleEpochError, UnknownSessionError
+from kvservice.model.identity import Namespace, identity_from_json
+from kvservice.model.lease import BootEpoch, LeaseId, SessionId
+
+
+@dataclass(slots=True)
+class Session:
+    """One client: its namespaces, and the ids of all it holds."""
+
+    id: SessionId
+    client_name: str
+    may_write: bool
+    spaces: dict[Namespace, Space] = field(default_factory=dict)
+    leases: set[LeaseId] = field(default_factory=set)
+    reservations: set[int] = field(default_factory=set)
+    is_open: bool = True
+
+    def space(self, namespace: bytes) -> Space:
+        """A registered namespace. Raises InvalidInputError for any other: nobody reaches into a stranger's."""
+        space = self.spaces.get(Namespace(namespace))
+        if space is None:
+            raise InvalidInputError(
+                f"namespace {namespace.hex()[:12]} is not registered in this session; register its identity first"
+            )
+        return space
+
+    def require_write(self) -> None:
+        """Raise NotOwnedError unless the session said that it writes."""
+        if not self.may_write:
+            raise NotOwnedError(f"session {self.id.hex()[:8]} only reads; open one with wants_write")
+
+
+class Sessions:
+    """The open sessions of one boot epoch."""
+
+    def __init__(self, catalog: Catalog, boot_epoch: BootEpoch, limits: NodeLimits) -> None:
+        self.open: dict[SessionId, Session] = {}
+        self.boot_epoch = boot_epoch
+        self._catalog = catalog
+        self._limits = limits
+
+    def add(self, id_: SessionId, client_name: str, *, may_write: bool) -> Session:
+        """A new session without namespaces. ``id_`` must be fresh."""
+        if len(self.open) >= self._limits.sessions_max:
+            raise LimitError(f"{len(self.open)} sessions are open, the limit is {self._limits.sessions_max}")
+        assert id_ not in self.open, "session ids are random"
+        session = self.open[id_] = Session(id_, client_name, may_write)
+        return session
+
+    def register(self, session: Session, identities: Sequence[str]) -> list[Namespace]:
+        """Namespaces of identities given as JSON, in order; all or none. The node computes them, not the client."""
+        parsed = [identity_from_json(text) for text in identities]
+        found = {identity.namespace(): identity for identity in parsed}
+        new = found.keys() - session.spaces.keys()
+        total, limit = len(session.spaces) + len(new), self._limits.identities_per_session_max
+        if total > limit:
+            raise LimitError(f"{total} identities in one session, the limit is {limit}; open another session")
+        for namespace, identity in found.items():
+            if namespace in new:
+                session.spaces[namespace] = self._catalog.open_space(identity)
+        return [identity.namespace() for identity in parsed]
+
+    def require(self, id_: bytes, boot_epoch: int) -> Session:
+        """The open session that a request names. Raises StaleEpochError or UnknownSessionError."""
+        if boot_epoch != self.boot_epoch:
+            raise StaleEpochError(
+                f"the handle is of boot epoch {boot_epoch}, this is {self.boot_epoch}: the service was restarted. "
+                "Open a new session and look up again"
+            )
+        session = self.open.get(SessionId(id_))
+        if session is None:
+            raise UnknownSessionError(f"session {id_.hex()[:8]} is not open (any more); open a new one")
+        return session
+
+    def remove(self, session: Session) -> None:
+        """Forget a session whose leases and reservations are gone already."""
+        del self.open[session.id]
+        session.is_open = False
+        for space in session.spaces.values():
+            self._catalog.close_space(space)
+        session.spaces.clear()

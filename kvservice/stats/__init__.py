@@ -1,0 +1,1 @@
+"""What the service counts of itself, and the documents made of it."""

@@ -1,0 +1,219 @@
+"""The stats document of a node: one JSON object, the same over gRPC and HTTP. Its schema is the types below.
+
+Counters rise from zero at the start; the rest is how things stand. Sizes are bytes.
+"""
+
+from typing import TYPE_CHECKING, TypedDict
+
+from kvservice.model.plan import MissReason
+
+if TYPE_CHECKING:
+    from kvservice.node import Node
+
+
+class HostDocument(TypedDict):
+    """The host tier. ``used_bytes`` includes rounding and what is being written, ``record_bytes`` is records only."""
+
+    capacity_bytes: int
+    used_bytes: int
+    record_bytes: int
+    unpublished_bytes: int
+    held_bytes: int
+
+
+class KindDocument(TypedDict):
+    """Caches of one kind. ``hidden``: deleted or replaced, but still leased or standing under mirrors."""
+
+    count: int
+    record_bytes: int
+
+
+class CachesDocument(TypedDict):
+    """What is held. ``dense_bytes``: what the published caches stand for; ``ratio``: that over their record bytes."""
+
+    master: KindDocument
+    mirror: KindDocument
+    hidden: KindDocument
+    dense_bytes: int
+    ratio: float
+    families: int
+    groups: int
+    namespaces: int
+
+
+class LookupsDocument(TypedDict):
+    """Counters. asked = exact + refreshed + shifted + the sum of ``missed``."""
+
+    calls: int
+    asked: int
+    exact: int
+    refreshed: int
+    shifted: int
+    missed: dict[str, int]
+
+
+class WritesDocument(TypedDict):
+    """Counters of reservations and commits; refused by error code."""
+
+    reserved: int
+    existed: int
+    reserves_refused: dict[str, int]
+    published: int
+    published_bytes: int
+    commits_refused: dict[str, int]
+    aborted: int
+    deleted: int
+
+
+class EvictionsDocument(TypedDict):
+    """Counters: groups, the caches in them, their bytes."""
+
+    groups: int
+    caches: int
+    record_bytes: int
+
+
+class FoldsDocument(TypedDict):
+    """Counters of folding, and how many dense caches wait for it."""
+
+    folded: int
+    kept: int
+    refused: int
+    dropped: int
+    rebased: int
+    saved_bytes: int
+    elections: int
+    queued: int
+
+
+class HandlesDocument(TypedDict):
+    """What clients hold now, and how much was given out."""
+
+    sessions: int
+    sessions_opened: int
+    leases: int
+    leases_granted: int
+    leases_expired: int
+    reservations: int
+
+
+class NodeDocument(TypedDict):
+    """All of it."""
+
+    version: str
+    boot_epoch: int
+    uptime_s: float
+    host: HostDocument
+    caches: CachesDocument
+    lookups: LookupsDocument
+    writes: WritesDocument
+    evictions: EvictionsDocument
+    folds: FoldsDocument
+    handles: HandlesDocument
+    corrupt: int
+
+
+def node_document(node: "Node", version: str, uptime_s: float) -> NodeDocument:
+    """How ``node`` stands."""
+    return {
+        "version": version,
+        "boot_epoch": node.boot_epoch,
+        "uptime_s": round(uptime_s, 3),
+        "host": _host(node),
+        "caches": _caches(node),
+        "lookups": _lookups(node),
+        "writes": _writes(node),
+        "evictions": _evictions(node),
+        "folds": _folds(node),
+        "handles": _handles(node),
+        "corrupt": node.counters.corrupt,
+    }
+
+
+def _host(node: "Node") -> HostDocument:
+    totals = node.catalog.totals
+    return {
+        "capacity_bytes": node.tier.capacity_bytes,
+        "used_bytes": node.tier.used_bytes,
+        "record_bytes": totals.master_bytes + totals.mirror_bytes + totals.hidden_bytes,
+        "unpublished_bytes": node.allocation.unpublished_bytes,
+        "held_bytes": totals.held_bytes,
+    }
+
+
+def _caches(node: "Node") -> CachesDocument:
+    totals = node.catalog.totals
+    stored = totals.master_bytes + totals.mirror_bytes
+    return {
+        "master": {"count": totals.masters, "record_bytes": totals.master_bytes},
+        "mirror": {"count": totals.mirrors, "record_bytes": totals.mirror_bytes},
+        "hidden": {"count": totals.hidden, "record_bytes": totals.hidden_bytes},
+        "dense_bytes": totals.dense_bytes,
+        "ratio": round(totals.dense_bytes / stored, 4) if stored else 1.0,
+        "families": totals.families,
+        "groups": totals.groups,
+        "namespaces": len(node.catalog.spaces),
+    }
+
+
+def _lookups(node: "Node") -> LookupsDocument:
+    lookups = node.counters.lookups
+    return {
+        "calls": lookups.calls,
+        "asked": lookups.asked,
+        "exact": lookups.exact,
+        "refreshed": lookups.refreshed,
+        "shifted": lookups.shifted,
+        "missed": {
+            reason.name.lower(): lookups.misses[reason] for reason in MissReason if reason is not MissReason.NONE
+        },
+    }
+
+
+def _writes(node: "Node") -> WritesDocument:
+    counters = node.counters
+    return {
+        "reserved": counters.reserved,
+        "existed": counters.existed,
+        "reserves_refused": dict(counters.reserves_refused),
+        "published": counters.published,
+        "published_bytes": counters.published_bytes,
+        "commits_refused": dict(counters.commits_refused),
+        "aborted": counters.aborted,
+        "deleted": counters.deleted,
+    }
+
+
+def _evictions(node: "Node") -> EvictionsDocument:
+    counters = node.counters
+    return {
+        "groups": counters.evicted_groups,
+        "caches": counters.evicted_caches,
+        "record_bytes": counters.evicted_bytes,
+    }
+
+
+def _folds(node: "Node") -> FoldsDocument:
+    folds = node.counters.folds
+    return {
+        "folded": folds.folded,
+        "kept": folds.kept,
+        "refused": folds.refused,
+        "dropped": folds.dropped,
+        "rebased": node.counters.rebased,
+        "saved_bytes": folds.saved_bytes,
+        "elections": node.counters.elections,
+        "queued": len(node.families.queue),
+    }
+
+
+def _handles(node: "Node") -> HandlesDocument:
+    counters = node.counters
+    return {
+        "sessions": len(node.sessions.open),
+        "sessions_opened": counters.sessions_opened,
+        "leases": len(node.leases.live),
+        "leases_granted": counters.leases_granted,
+        "leases_expired": counters.leases_expired,
+        "reservations": len(node.store.open),
+    }

@@ -1,0 +1,252 @@
+"""The way in: reserve, commit, abort. A state step returns the verification to run; it does not run it.
+
+Nothing unpublished is visible, nothing published is torn. A reservation dies with its session; while a worker reads
+its extent it is only marked, and its bytes go when the worker is done.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvservice.allocation import Allocation
+from kvservice.catalog import Cache, Catalog, Space, VerifiedRecord
+from kvservice.limits import NodeLimits
+from kvservice.model.cache import CacheKind, CacheMeta, Extent, MasterReference
+from kvservice.model.errors import (
+    ChecksumMismatchError,
+    CorruptError,
+    GeometryMismatchError,
+    InvalidInputError,
+    KVServiceError,
+    LimitError,
+    MasterGoneError,
+    NotOwnedError,
+    TokenCountError,
+)
+from kvservice.model.segment import DIGEST_BYTES, SEGMENT_TOKENS_MAX, CacheKey
+from kvservice.sessions import Session
+from kvservice.stats.counters import Counters
+from kvservice.storage.buffer import Bytes
+from kvservice.storage.record import RecordReader
+
+POSITION_MAX = (1 << 32) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class WriteRequest:
+    """One record that a client wants to write; ``master`` is set for a mirror."""
+
+    namespace: bytes
+    key: CacheKey
+    record_bytes: int
+    master: MasterReference | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Reservation:
+    """An extent that a session may write. ``master`` is held from here to the end, so that a mirror never dangles."""
+
+    id: int
+    session: Session
+    space: Space
+    key: CacheKey
+    extent: Extent
+    reference: MasterReference | None
+    master: Cache | None
+    is_verifying: bool = False
+    is_abandoned: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What a worker checks: the bytes, against what was reserved and what the commit says."""
+
+    reservation: Reservation
+    view: Bytes
+    header_checksum: int
+
+
+class Store:
+    """Open reservations, and what becomes of them. Owned by one thread."""
+
+    def __init__(self, catalog: Catalog, allocation: Allocation, limits: NodeLimits, counters: Counters) -> None:
+        self.open: dict[int, Reservation] = {}
+        self._catalog = catalog
+        self._allocation = allocation
+        self._limits = limits
+        self._counters = counters
+        self._next_id = 1
+
+    def reserve(self, session: Session, request: WriteRequest) -> Reservation | None:
+        """An extent to write the record to; None if the key is published or being written.
+
+        Raises KVServiceError for this one record; nothing was changed then, but for groups evicted to make room.
+        """
+        session.require_write()
+        space = session.space(request.namespace)
+        key = request.key
+        if len(key.segment) != DIGEST_BYTES or len(key.context) != DIGEST_BYTES:
+            raise InvalidInputError(f"cache {key}: segment and context ids have {DIGEST_BYTES} bytes")
+        if (key.segment, key.context) in space.pending or space.find(key.segment, key.context) is not None:
+            self._counters.existed += 1
+            return None
+        if len(session.reservations) >= self._limits.reservations_per_session_max:
+            limit = self._limits.reservations_per_session_max
+            raise LimitError(f"a session may have {limit} reservations; commit or abort some")
+        master = self._master_of(space, request)
+        return self._open(session, space, request, master)
+
+    def _master_of(self, space: Space, request: WriteRequest) -> Cache | None:
+        if request.master is None:
+            return None
+        master = space.find(request.key.segment, request.master.context)
+        if master is None or master.master is not None or master.generation != request.master.generation:
+            raise MasterGoneError(
+                f"cache {request.key}: its master @{request.master.context.hex()[:12]} of generation "
+                f"{request.master.generation:016x} is not held as a master (any more); store a dense cache"
+            )
+        return master
+
+    def _open(self, session: Session, space: Space, request: WriteRequest, master: Cache | None) -> Reservation:
+        if master is not None:
+            self._catalog.hold(master)
+        try:
+            extent = self._allocation.take(request.record_bytes)
+        except KVServiceError:
+            if master is not None:
+                self._catalog.unhold(master)
+            raise
+        id_, self._next_id = self._next_id, self._next_id + 1
+        reservation = Reservation(id_, session, space, request.key, extent, request.master, master)
+        self.open[id_] = reservation
+        session.reservations.add(id_)
+        space.pending.add((request.key.segment, request.key.context))
+        self._counters.reserved += 1
+        return reservation
+
+    def begin(self, session: Session, id_: int, header_checksum: int) -> Verification:
+        """Start a commit: the reservation stays as it is until ``publish`` or ``drop``. Raises NotOwnedError."""
+        reservation = self._own(session, id_)
+        reservation.is_verifying = True
+        return Verification(reservation, self._allocation.tier.view(reservation.extent), header_checksum)
+
+    def _own(self, session: Session, id_: int) -> Reservation:
+        reservation = self.open.get(id_)
+        if reservation is None or reservation.session is not session:
+            raise NotOwnedError(f"reservation {id_} is not (or no longer) this session's; reserve again")
+        if reservation.is_verifying:
+            raise NotOwnedError(f"reservation {id_} is being committed already; wait for that answer")
+        return reservation
+
+    def publish(self, reservation: Reservation, record: VerifiedRecord) -> Cache:
+        """End a commit whose record was verified. Raises KVServiceError, and frees, if it may not be published now."""
+        try:
+            self._require_publishable(reservation, record.meta)
+        except KVServiceError:
+            self.drop(reservation)
+            raise
+        self._allocation.hand_over(reservation.extent)
+        cache = self._catalog.publish(reservation.space, record, reservation.master)
+        self._close(reservation)
+        self._counters.published += 1
+        self._counters.published_bytes += cache.record_bytes
+        return cache
+
+    def _require_publishable(self, reservation: Reservation, meta: CacheMeta) -> None:
+        """What may have changed while the worker ran."""
+        if reservation.is_abandoned:
+            raise NotOwnedError(f"cache {meta.key}: its session ended before the commit was done")
+        master = reservation.master
+        if master is not None and master.is_hidden:
+            raise MasterGoneError(f"cache {meta.key}: its master was deleted meanwhile; store a dense cache")
+        family = reservation.space.families.get(meta.key.segment)
+        if family is not None and family.tokens != meta.tokens:
+            raise TokenCountError(f"cache {meta.key}: {meta.tokens} tokens, its segment is held with {family.tokens}")
+        if master is not None and reservation.space.pinned_reason and master.position != meta.position:
+            raise InvalidInputError(
+                f"cache {meta.key}: a mirror at {meta.position} of a master at {master.position}, but "
+                f"{reservation.space.pinned_reason}; store a dense cache"
+            )
+
+    def drop(self, reservation: Reservation) -> None:
+        """Free a reservation without publishing."""
+        self._allocation.give_back(reservation.extent)
+        self._close(reservation)
+
+    def drop_unfinished(self, reservations: Iterable[Reservation]) -> None:
+        """Free those that are still open: their commit was cancelled or failed."""
+        for reservation in reservations:
+            if self.open.get(reservation.id) is reservation:
+                self.drop(reservation)
+
+    def _close(self, reservation: Reservation) -> None:
+        del self.open[reservation.id]
+        reservation.session.reservations.discard(reservation.id)
+        space = reservation.space
+        space.pending.discard((reservation.key.segment, reservation.key.context))
+        if reservation.master is not None:
+            self._catalog.unhold(reservation.master)
+        self._catalog.drop_if_unused(space)
+
+    def abort(self, session: Session, ids: Iterable[int]) -> int:
+        """Free reservations; how many there were. Aborting twice is no error; one under commit is left to it."""
+        found = {id_: self.open[id_] for id_ in ids if id_ in self.open}
+        strange = [id_ for id_, reservation in found.items() if reservation.session is not session]
+        if strange:
+            raise NotOwnedError(f"reservations {strange} belong to another session; nothing was aborted")
+        idle = [reservation for reservation in found.values() if not reservation.is_verifying]
+        for reservation in idle:
+            self.drop(reservation)
+        self._counters.aborted += len(idle)
+        return len(idle)
+
+    def abandon_all(self, session: Session) -> None:
+        """The session ended: free what it reserved, at once or when the worker that reads it is done."""
+        for id_ in list(session.reservations):
+            reservation = self.open[id_]
+            if reservation.is_verifying:
+                reservation.is_abandoned = True
+            else:
+                self.drop(reservation)
+                self._counters.aborted += 1
+
+
+def verify(job: Verification) -> VerifiedRecord | KVServiceError:
+    """Check a record in place, all sections; runs in a worker thread and touches nothing but the bytes.
+
+    A failure is returned, not raised: one bad record of a batch must not hide the others.
+    """
+    try:
+        return _verified(job)
+    except CorruptError as error:
+        return ChecksumMismatchError(f"cache {job.reservation.key}: {error}; write it again and commit anew")
+    except KVServiceError as error:
+        return error
+
+
+def _verified(job: Verification) -> VerifiedRecord:
+    reservation = job.reservation
+    reader = RecordReader(job.view)
+    if reader.header_checksum != job.header_checksum:
+        raise ChecksumMismatchError(
+            f"the header's checksum is {reader.header_checksum:016x}, the commit says {job.header_checksum:016x}"
+        )
+    _check_meta(reservation, reader.meta, reader.layout.record_bytes)
+    reader.verify()
+    if reader.meta.kind is CacheKind.MIRROR:
+        for layer in range(reader.meta.geometry.layers):
+            reader.mirror(layer)  # raises unless the run table makes sense
+    return VerifiedRecord(reader.meta, reservation.extent, reader.generation)
+
+
+def _check_meta(reservation: Reservation, meta: CacheMeta, record_bytes: int) -> None:
+    key, space = reservation.key, reservation.space
+    if meta.key != key or meta.namespace != space.namespace:
+        raise InvalidInputError(f"cache {key}: the record in its extent says that it is {meta.key}")
+    if meta.geometry != space.geometry:
+        raise GeometryMismatchError(f"cache {key}: its record has another geometry than the identity of its namespace")
+    if record_bytes != reservation.extent.length:
+        raise InvalidInputError(f"cache {key}: {record_bytes} bytes written, {reservation.extent.length} reserved")
+    if not 0 < meta.tokens <= SEGMENT_TOKENS_MAX or meta.position + meta.tokens > POSITION_MAX:
+        raise TokenCountError(f"cache {key}: {meta.tokens} tokens at {meta.position} are out of range")
+    if meta.master != reservation.reference:
+        raise InvalidInputError(f"cache {key}: its record names another master than was reserved")
