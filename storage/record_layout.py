@@ -3,13 +3,14 @@
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from kvservice.model.cache import CacheKind, CacheMeta
 from kvservice.model.errors import InvalidInputError
 from kvservice.model.geometry import Geometry
-from kvservice.storage.buffer import Runs, round_up
+from kvservice.storage.buffer import BITS_OF_ELEMENT, Bytes, Runs, StorageBits, round_up
 from kvservice.storage.record_header import HEADER_BYTES_MAX, PREFIX_BYTES, SECTION_BYTES_MAX, header_of_meta
 
 SECTION_ALIGNMENT = 64
@@ -64,7 +65,36 @@ def diff_bytes(geometry: Geometry, runs: Sequence[Runs], rows: Sequence[int]) ->
     """Bytes of a mirror's section with these runs and rows, plane by plane; 0 if there are none."""
     if not any(rows):
         return 0
-    return rows_offset([len(runs_of_plane) for runs_of_plane in runs]) + rows_bytes(geometry, rows)
+    return rows_offset([len(runs_of_plane) for runs_of_plane in runs]) + RowSizes.of(geometry).total_bytes(rows)
+
+
+@dataclass(frozen=True, slots=True)
+class RowSizes:
+    """How a geometry's rows lie: ``sizes`` is (bytes, elements) of a row, plane by plane. Made once for a record."""
+
+    bits: type[np.unsignedinteger[Any]]
+    sizes: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, geometry: Geometry) -> "RowSizes":
+        """The sizes of a geometry's rows."""
+        sizes = tuple((geometry.row_bytes(plane), plane.row_elements) for plane in geometry.planes)
+        return cls(BITS_OF_ELEMENT[geometry.element_bytes], sizes)
+
+    def total_bytes(self, counts: Sequence[int]) -> int:
+        """Bytes of so many rows, given plane by plane."""
+        return sum(count * size for count, (size, _) in zip(counts, self.sizes, strict=True))
+
+    def split(self, rows: Bytes, counts: Sequence[int]) -> list[StorageBits]:
+        """Views of each plane's rows, ``[count, row_elements]``, that follow each other in ``rows``."""
+        views: list[StorageBits] = []
+        start = 0
+        for count, (size, elements) in zip(counts, self.sizes, strict=True):
+            end = start + count * size
+            views.append(rows[start:end].view(self.bits).reshape(count, elements))
+            start = end
+        assert start == len(rows), (start, len(rows))
+        return views
 
 
 def rows_offset(run_counts: Sequence[int]) -> int:
@@ -72,9 +102,9 @@ def rows_offset(run_counts: Sequence[int]) -> int:
     return round_up(COUNT_BYTES * len(run_counts) + RUN_BYTES * sum(run_counts), ROWS_ALIGNMENT)
 
 
-def rows_bytes(geometry: Geometry, rows: Sequence[int]) -> int:
-    """Bytes of ``rows`` rows, given plane by plane."""
-    return sum(count * geometry.row_bytes(plane) for count, plane in zip(rows, geometry.planes, strict=True))
+_SHORT_TABLE = 32
+"""Up to so many runs plain integers are faster than numpy (2 us against 8 us for four runs)."""
+_BAD_RUNS = "runs must be sorted, disjoint, of 1 or more rows, and inside the {} tokens"
 
 
 def count_rows(runs: Runs, tokens: int) -> int:
@@ -83,12 +113,26 @@ def count_rows(runs: Runs, tokens: int) -> int:
         raise InvalidInputError(f"runs are int32 [n, 2], these are {runs.dtype} {list(runs.shape)}")
     if not len(runs):
         return 0
+    if len(runs) <= _SHORT_TABLE:
+        return _count_short(runs.tolist(), tokens)
     first, count = runs[:, 0].astype(np.int64), runs[:, 1].astype(np.int64)
     end = first + count
     is_apart = bool((first[1:] >= end[:-1]).all())
     if first[0] < 0 or count.min() < 1 or end[-1] > tokens or not is_apart:
-        raise InvalidInputError(f"runs must be sorted, disjoint, of 1 or more rows, and inside the {tokens} tokens")
+        raise InvalidInputError(_BAD_RUNS.format(tokens))
     return int(count.sum())
+
+
+def _count_short(runs: list[list[int]], tokens: int) -> int:
+    rows = behind = 0
+    for first, count in runs:
+        if first < behind or count < 1:
+            raise InvalidInputError(_BAD_RUNS.format(tokens))
+        behind = first + count
+        rows += count
+    if behind > tokens:
+        raise InvalidInputError(_BAD_RUNS.format(tokens))
+    return rows
 
 
 def place_sections(header_bytes: int, section_bytes: Sequence[int]) -> RecordLayout:

@@ -3,6 +3,7 @@
 Prefix, header and run tables are copied out before they are checked: a buffer may be shared with a writer that errs.
 """
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,13 +27,13 @@ from kvservice.storage.record_layout import (
     COUNT_BYTES,
     RUN_BYTES,
     RecordLayout,
-    diff_bytes,
+    RowSizes,
+    count_rows,
     master_section_bytes,
     place_sections,
-    rows_of_planes,
     rows_offset,
 )
-from kvservice.storage.record_writer import padding_of, record_generation, split_rows
+from kvservice.storage.record_writer import padding_of, record_generation
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,8 @@ class RecordReader:
             raise CorruptError(f"{self}: {self.layout.record_bytes} bytes said, the buffer has {len(buffer)}")
         self._buffer = buffer[: self.layout.record_bytes]
         self._padding = padding_of(self.layout)
+        self._rows = RowSizes.of(self.meta.geometry)
+        self._empty: tuple[list[Runs], list[StorageBits]] | None = None
         self._check_padding(0, "the header")
 
     def __str__(self) -> str:
@@ -102,7 +105,7 @@ class RecordReader:
     def master_planes(self, layer: int) -> list[StorageBits]:
         """Views of a layer's planes, each ``[tokens, row_elements]``."""
         assert self.meta.kind is CacheKind.MASTER, self
-        return split_rows(self.section(layer), self.meta, [self.meta.tokens] * len(self.meta.geometry.planes))
+        return self._rows.split(self.section(layer), [self.meta.tokens] * len(self.meta.geometry.planes))
 
     def mirror(self, layer: int) -> tuple[list[Runs], list[StorageBits]]:
         """A layer's diff: per plane its runs (int32 [n, 2], a copy) and a view of its rows ``[rows, row_elements]``.
@@ -114,14 +117,13 @@ class RecordReader:
         if not len(section):
             return self._empty_mirror()
         try:
-            runs = _read_table(section, len(self.meta.geometry.planes))
-            rows = rows_of_planes(self.meta, runs)
+            runs, rows = _read_table(section, len(self.meta.geometry.planes), self.meta.tokens)
         except InvalidInputError as error:
             raise CorruptError(f"{self}, layer {layer}: {error}") from error
-        if diff_bytes(self.meta.geometry, runs, rows) != len(section):
-            raise CorruptError(f"{self}, layer {layer}: {sum(rows)} rows do not make a section of {len(section)} bytes")
         start = rows_offset([len(runs_of_plane) for runs_of_plane in runs])
-        return runs, split_rows(section[start:], self.meta, rows)
+        if start + self._rows.total_bytes(rows) != len(section) or not any(rows):
+            raise CorruptError(f"{self}, layer {layer}: {sum(rows)} rows do not make a section of {len(section)} bytes")
+        return runs, self._rows.split(section[start:], rows)
 
     def verify_layer(self, layer: int) -> None:
         """Raise CorruptError unless the layer's bytes have their checksum and its padding is zero."""
@@ -136,9 +138,11 @@ class RecordReader:
             self.verify_layer(layer)
 
     def _empty_mirror(self) -> tuple[list[Runs], list[StorageBits]]:
-        planes = self.meta.geometry.planes
-        runs: list[Runs] = [np.empty((0, 2), np.int32) for _ in planes]
-        return runs, split_rows(self._buffer[:0], self.meta, [0] * len(planes))
+        if self._empty is None:  # made once: the layers below a check layer have no diff
+            planes = len(self.meta.geometry.planes)
+            runs: list[Runs] = [np.empty((0, 2), np.int32)] * planes
+            self._empty = runs, self._rows.split(self._buffer[:0], [0] * planes)
+        return self._empty
 
     def _check_padding(self, index: int, behind: str) -> None:
         start, end = self._padding[index]
@@ -175,15 +179,22 @@ def _check_sections(meta: CacheMeta, section_bytes: Sequence[int], section_check
         raise CorruptError(f"cache {meta.key}: a master's section has {dense} bytes, one of these has not")
 
 
-def _read_table(section: Bytes, planes: int) -> list[Runs]:
-    counts = section[: COUNT_BYTES * planes].tobytes()
-    if len(counts) < COUNT_BYTES * planes:
+def _read_table(section: Bytes, planes: int, tokens: int) -> tuple[list[Runs], list[int]]:
+    """Runs and number of rows of every plane, checked. K and V mostly have equal tables: those are checked once."""
+    head = section[: COUNT_BYTES * planes].tobytes()
+    if len(head) < COUNT_BYTES * planes:
         raise InvalidInputError(f"{len(section)} bytes have no room for {planes} run counts")
-    run_counts = [int(count) for count in np.frombuffer(counts, "<u4")]
+    run_counts = struct.unpack(f"<{planes}I", head)
     if rows_offset(run_counts) > len(section):
         raise InvalidInputError(f"run counts {run_counts} do not fit in {len(section)} bytes")
-    start, runs = COUNT_BYTES * planes, []
+    start, known = COUNT_BYTES * planes, dict[bytes, tuple[Runs, int]]()
+    found = []
     for count in run_counts:
-        runs.append(section[start : start + RUN_BYTES * count].copy().view(np.int32).reshape(count, 2))
-        start += RUN_BYTES * count
-    return runs
+        end = start + RUN_BYTES * count
+        table = section[start:end].tobytes()
+        if table not in known:
+            runs = np.frombuffer(bytearray(table), np.int32).reshape(count, 2)
+            known[table] = runs, count_rows(runs, tokens)
+        found.append(known[table])
+        start = end
+    return [runs for runs, _ in found], [rows for _, rows in found]

@@ -11,7 +11,7 @@ from xxhash import xxh3_64_intdigest
 
 from kvservice.model.cache import CacheKind, CacheMeta
 from kvservice.model.errors import InvalidInputError
-from kvservice.storage.buffer import BITS_OF_ELEMENT, Bytes, Runs, StorageBits, checksum, require_bytes
+from kvservice.storage.buffer import Bytes, Runs, StorageBits, checksum, require_bytes
 from kvservice.storage.record_header import (
     FORMAT_VERSION,
     MAGIC,
@@ -22,6 +22,7 @@ from kvservice.storage.record_header import (
 )
 from kvservice.storage.record_layout import (
     RecordLayout,
+    RowSizes,
     diff_bytes,
     place_sections,
     rows_of_planes,
@@ -49,13 +50,14 @@ class RecordWriter:
         self._buffer = buffer[: layout.record_bytes]
         self._meta = meta
         self._layout = layout
+        self._rows = RowSizes.of(meta.geometry)
         self._layers_with_runs: set[int] = set()
         self._buffer[: len(MAGIC)] = 0  # what the extent held before must not pass for this record
 
     def master_planes(self, layer: int) -> list[StorageBits]:
         """Writable views of a layer's planes, each ``[tokens, row_elements]``, inside the buffer."""
         assert self._meta.kind is CacheKind.MASTER, self._meta.key
-        return split_rows(self._section(layer), self._meta, [self._meta.tokens] * len(self._meta.geometry.planes))
+        return self._rows.split(self._section(layer), [self._meta.tokens] * len(self._meta.geometry.planes))
 
     def mirror_rows(self, layer: int, runs: Sequence[Runs]) -> list[StorageBits]:
         """Write a layer's run table; returns writable views of its rows, one ``[rows, row_elements]`` a plane.
@@ -69,8 +71,8 @@ class RecordWriter:
             raise InvalidInputError(f"cache {self._meta.key}, layer {layer}: these are not the runs that were laid out")
         self._layers_with_runs.add(layer)
         if not len(section):
-            return split_rows(section, self._meta, rows)
-        return split_rows(section[_write_table(section, runs) :], self._meta, rows)
+            return self._rows.split(section, rows)
+        return self._rows.split(section[_write_table(section, runs) :], rows)
 
     def finish(self) -> WrittenRecord:
         """Checksum the sections, zero the padding, write header and prefix. Call it after the last row is in place."""
@@ -111,17 +113,6 @@ def padding_of(layout: RecordLayout) -> list[tuple[int, int]]:
     starts = [PREFIX_BYTES + layout.header_bytes]
     starts += [at + length for at, length in zip(layout.section_offsets, layout.section_bytes, strict=True)]
     return list(zip(starts, [*layout.section_offsets, layout.record_bytes], strict=True))
-
-
-def split_rows(rows: Bytes, meta: CacheMeta, counts: Sequence[int]) -> list[StorageBits]:
-    """Views of each plane's rows, ``[count, row_elements]``, that follow each other in ``rows``."""
-    bits, views, start = BITS_OF_ELEMENT[meta.geometry.element_bytes], [], 0
-    for plane, count in zip(meta.geometry.planes, counts, strict=True):
-        end = start + count * meta.geometry.row_bytes(plane)
-        views.append(rows[start:end].view(bits).reshape(count, plane.row_elements))
-        start = end
-    assert start == len(rows), (start, len(rows))
-    return views
 
 
 def _write_table(section: Bytes, runs: Sequence[Runs]) -> int:
