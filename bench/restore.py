@@ -76,22 +76,27 @@ class Buffers:
 
     @property
     def bytes(self) -> int:
+        """Bytes of the section."""
         return self.section.nbytes
 
     def targets(self, count: int, position: int = ELSEWHERE) -> list[Target]:
+        """Dense targets at different positions."""
         return [Target(position + 77 * i, self.slots[i]) for i in range(count)]
 
     def restore(self, targets: Sequence[Target], mirrors: Sequence[MirrorRows] | None = None) -> None:
+        """All layers to all targets, preparation included."""
         prepared = cpu.prepare_restore(self.tokens, POSITION, targets, SHAPES, ROTATION, DTYPE)
         for layer in range(self.layers):
             of_layer = [mirrors[layer]] * len(targets) if mirrors else None
             prepared.restore_layer(self.masters[layer], self.paged_layers[layer], of_layer)
 
     def gather(self, out: Bits) -> None:
+        """Copy the first target's rows out of paged memory."""
         for layer, planes in enumerate(out.reshape(self.section.shape)):
             cpu.gather_layer(self.paged_layers[layer], self.slots[0], SHAPES, list(planes), DTYPE)
 
     def diff(self, member: Bits) -> None:
+        """Compare a dense member with the section."""
         for master, planes in zip(self.masters, member.reshape(self.section.shape), strict=True):
             cpu.diff_layer(master, POSITION, list(planes), ELSEWHERE, SHAPES, ROTATION, DTYPE)
 
@@ -105,6 +110,7 @@ def aligned(elements: int) -> Bits:
 
 
 def random_bfloat16(rng: np.random.Generator, count: int) -> Bits:
+    """Normal values, truncated."""
     values = rng.standard_normal(count, dtype=np.float32).view(np.uint32)
     return (values >> 16).astype(np.uint16)
 
@@ -141,6 +147,7 @@ class PlainTorch:
         self.paged = [[as_tensor(view).view(-1, HEADS, HEAD_SIZE) for view in planes] for planes in buffers.paged]
 
     def restore(self) -> None:
+        """All layers, one target."""
         for (keys, values), (paged_keys, paged_values) in zip(self.masters, self.paged, strict=True):
             x1, x2 = keys.view(-1, HEADS, HEAD_SIZE).float().chunk(2, dim=-1)
             moved = torch.cat([x1 * self.cosine - x2 * self.sine, x2 * self.cosine + x1 * self.sine], dim=-1)
@@ -149,6 +156,7 @@ class PlainTorch:
 
 
 def as_tensor(bits: Bits) -> torch.Tensor:
+    """The same memory as bfloat16."""
     return torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
 
 
@@ -160,6 +168,7 @@ class Pairs:
         self.taken: dict[str, list[tuple[float, float]]] = {}
 
     def run(self, works: dict[str, Callable[[], object]], rounds: int) -> None:
+        """One call of each to warm up, then ``rounds`` times all in turn."""
         for work in works.values():
             work()
         for _ in range(rounds):
@@ -168,6 +177,7 @@ class Pairs:
                 self.taken.setdefault(name, []).append((memcpy_s, timed(work)))
 
     def figure(self, name: str, section_bytes: int, floor_copies: float = 1.0) -> Figure:
+        """What was taken, against memcpy of the section; the floor is that many copies of it."""
         pairs = self.taken[name]
         took_s = statistics.median(took for _, took in pairs)
         ratios = [memcpy / MEMCPY_BYTES * section_bytes / took for memcpy, took in pairs]
@@ -178,6 +188,7 @@ class Pairs:
         return Figure(name, mib, round(took_s * 1e3, 3), round(rate, 2), *rounded)
 
     def memcpy_gb_s(self) -> float:
+        """Memcpy's rate, median."""
         return MEMCPY_BYTES / statistics.median(memcpy for pairs in self.taken.values() for memcpy, _ in pairs) / 1e9
 
 
@@ -211,6 +222,7 @@ def measure(layers: int, tokens: int, rounds: int) -> tuple[list[Figure], float,
 
 
 def moved_planes(planes: Sequence[Bits]) -> list[Bits]:
+    """One layer at the other position."""
     return [
         cpu.move_rows(plane, POSITION, ELSEWHERE, shape, ROTATION, DTYPE)
         for plane, shape in zip(planes, SHAPES, strict=True)
@@ -239,7 +251,8 @@ def compile_s() -> float:
     program = (
         "import time, numpy as np; begun = time.perf_counter()\n"
         "from kvservice.kernels import cpu; from kvservice.kernels.shapes import *\n"
-        "shape = [PlaneShape(1, 8, 0, 8)]; rotation = Rotation((1., .5, .2, .1)); plane = [np.zeros((2, 8), np.uint16)]\n"
+        "shape = [PlaneShape(1, 8, 0, 8)]; rotation = Rotation((1., .5, .2, .1)); "
+        "plane = [np.zeros((2, 8), np.uint16)]\n"
         "paged = [np.zeros((1, 2, 1, 8), np.uint16)]; slots = np.arange(2); given = (shape, rotation, 'bfloat16')\n"
         "runs = [np.zeros((0, 2), np.int32)]; mirror = MirrorRows(3, runs, [plane[0][:0]])\n"
         "cpu.restore_layer(plane, 0, [Target(5, slots, mirror)], paged, *given)\n"
@@ -256,6 +269,7 @@ def compile_s() -> float:
 
 
 def main() -> None:
+    """Measure, print the table, write the report."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="one size, few rounds")
     options = parser.parse_args()

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvservice.kernels import cpu_loops as loops
+from kvservice.kernels.cpu_deviation import deviation_plane, row_deviation_plane
 from kvservice.kernels.cpu_inputs import (
     Int64s,
     PagedLayer,
@@ -170,7 +171,7 @@ def row_deviation(left: Bits, right: Bits, shape: Plane, dtype: str) -> npt.NDAr
     out = np.empty(len(left), np.float32)
     width = shape.heads * shape.head_size
     values, squares = _row_floats(2, shape)
-    loops.row_deviation_plane(
+    row_deviation_plane(
         TAGS[dtype], bits.itemsize, address(left), address(right), len(left), width, values, squares, out
     )
     return out
@@ -202,7 +203,7 @@ def _add_deviation(
     words = np.array(plane_words(shape, bits), np.int64)
     candidates = np.array([address(plane) for plane in planes], np.int64)
     tables = np.array([address(turn) for turn in turns], np.int64)
-    loops.deviation_plane(
+    deviation_plane(
         TAGS[dtype], bits.itemsize, len(planes[0]), rotation.is_interleaved, address(words), candidates, tables,
         values, squares, total,
     )  # fmt: skip

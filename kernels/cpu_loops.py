@@ -5,7 +5,6 @@ read-only memory included. Nothing is checked here: ``cpu`` does that, and keeps
 """
 
 # mypy: disable-error-code="untyped-decorator, no-any-return"
-import math
 from typing import Any
 
 import numpy as np
@@ -21,11 +20,9 @@ from kvservice.kernels.cpu_steps import (
     prefetch_bytes,
     spread,
 )
-from kvservice.kernels.vector import load_int32, load_word, store_fence, store_word, widen
+from kvservice.kernels.vector import load_int32, load_word, store_fence, store_word
 
 Int64s = npt.NDArray[np.int64]
-Float32s = npt.NDArray[np.float32]
-Float64s = npt.NDArray[np.float64]
 
 # A job is one target of a restore in one plane; a plane's words say where its rows are and how its heads rotate, and
 # from ADDRESS on where its paged memory is, strides in bytes. Words are int64 and read by address, never as arrays:
@@ -138,14 +135,14 @@ def _write_row_apart(
     heads, head_bytes = load_word(plane, HEADS), load_word(plane, HEAD_BYTES)
     moved = np.empty(heads * head_bytes, np.uint8)
     begin: int = moved.ctypes.data
-    _move_dense(tag, element_bytes, begin, source, plane, heads, is_interleaved, turn)
+    move_dense(tag, element_bytes, begin, source, plane, heads, is_interleaved, turn)
     for i_head in range(heads):
         p_target = target + i_head * load_word(plane, HEAD_STRIDE)
         spread(p_target, begin + i_head * head_bytes, head_bytes, element_bytes, load_word(plane, ELEMENT_STRIDE))
 
 
 @njit(nogil=True, cache=True)
-def _move_dense(
+def move_dense(
     tag: Any,
     element_bytes: int,
     target: int,
@@ -212,7 +209,7 @@ def _is_row_equal(
         return is_equal(source, member, load_word(plane, HEADS) * head_bytes)
     for i_head in range(load_word(plane, HEADS)):
         start = i_head * head_bytes
-        _move_dense(tag, element_bytes, scratch, source + start, plane, 1, is_interleaved, turn)
+        move_dense(tag, element_bytes, scratch, source + start, plane, 1, is_interleaved, turn)
         if not is_equal(scratch, member + start, head_bytes):
             return False
     return True
@@ -253,85 +250,6 @@ def _gather_plane(tag: Any, element_bytes: int, plane: int, slots: int, rows: in
                 collect(p_out, p_source, head_bytes, element_bytes, element_stride)
                 nonfinite += count_nonfinite(tag, p_out, head_bytes, element_bytes)
     return nonfinite
-
-
-@njit(nogil=True, cache=True)
-def deviation_plane(
-    tag: Any,
-    element_bytes: int,
-    tokens: int,
-    is_interleaved: bool,
-    plane: int,
-    candidates: Int64s,
-    turns: Int64s,
-    values: Float32s,
-    squares: Float32s,
-    total: Float64s,
-) -> None:
-    """Add every pair's squared distance over this plane to ``total`` (upper triangle)."""
-    row_bytes = load_word(plane, HEADS) * load_word(plane, HEAD_BYTES)
-    moved = np.empty(row_bytes, np.uint8)
-    sums = np.zeros_like(total)
-    for i_row in range(tokens):
-        for i_one in range(len(candidates)):
-            source = candidates[i_one] + i_row * row_bytes
-            _move_dense(
-                tag,
-                element_bytes,
-                moved.ctypes.data,
-                source,
-                plane,
-                load_word(plane, HEADS),
-                is_interleaved,
-                turns[i_one],
-            )
-            _widen_row(tag, element_bytes, moved.ctypes.data, row_bytes // element_bytes, values[i_one])
-        for i_left in range(len(candidates)):
-            for i_right in range(i_left + 1, len(candidates)):
-                sums[i_left, i_right] += _squared_distance(values[i_left], values[i_right], squares)
-    for i_left in range(len(candidates)):
-        for i_right in range(i_left + 1, len(candidates)):
-            total[i_left, i_right] += sums[i_left, i_right]
-
-
-@njit(nogil=True, cache=True)
-def row_deviation_plane(
-    tag: Any,
-    element_bytes: int,
-    left: int,
-    right: int,
-    rows: int,
-    width: int,
-    values: Float32s,
-    squares: Float32s,
-    out: Float32s,
-) -> None:
-    """Squared distance of every row of two planes."""
-    for i_row in range(rows):
-        start = i_row * width * element_bytes
-        _widen_row(tag, element_bytes, left + start, width, values[0])
-        _widen_row(tag, element_bytes, right + start, width, values[1])
-        out[i_row] = _squared_distance(values[0], values[1], squares)
-
-
-@njit(nogil=True, cache=True)
-def _widen_row(tag: Any, element_bytes: int, source: int, width: int, values: Float32s) -> None:
-    for i_element in range(width):
-        values[i_element] = widen(tag, source + i_element * element_bytes)
-
-
-@njit(nogil=True, cache=True)
-def _squared_distance(left: Float32s, right: Float32s, squares: Float32s) -> Any:
-    """The deviation law: each difference and square rounded to float32, summed by halving; one NaN only."""
-    half = len(squares)
-    for i in range(half):
-        difference = left[i] - right[i]
-        squares[i] = difference * difference
-    while half > 1:
-        half //= 2
-        for i in range(half):
-            squares[i] = squares[i] + squares[i + half]
-    return np.float32(np.nan) if math.isnan(squares[0]) else squares[0]
 
 
 @njit(cache=True)

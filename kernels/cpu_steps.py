@@ -2,7 +2,7 @@
 
 Addresses, byte counts and byte strides are int64; ``turn`` is the address of a table of ``cpu_inputs``, 0 = copy.
 numba's cache looks at the file of the outermost function only: after an edit here or in ``vector``, touch
-``cpu_loops.py``.
+``cpu_loops.py`` and ``cpu_deviation.py``.
 """
 
 # mypy: disable-error-code="untyped-decorator"

@@ -9,9 +9,12 @@ import torch
 
 from tests.kernels.builders import KERNELS
 
-_LOOPS = KERNELS / "cpu_loops.py"
-_newest = max((KERNELS / name).stat().st_mtime for name in ("vector.py", "cpu_steps.py"))
-if _newest > _LOOPS.stat().st_mtime:
-    os.utime(_LOOPS)
+for _name, _below in (
+    ("cpu_loops.py", ("vector.py", "cpu_steps.py")),
+    ("cpu_deviation.py", ("vector.py", "cpu_steps.py", "cpu_loops.py")),
+):
+    _file = KERNELS / _name
+    if max((KERNELS / name).stat().st_mtime for name in _below) > _file.stat().st_mtime:
+        os.utime(_file)
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"

@@ -79,7 +79,7 @@ BAD: list[tuple[Callable[[Restore], None], str]] = [
     (set_runs([[1, 1]]), "cover 1"),
     (set_runs([[1, 2], [5, 1]], np.int64), "int32"),
     (set_slots(np.arange(7)), r"int64 \[8\]"),
-    (set_slots(np.arange(8) - 2), "do not fit"),
+    (set_slots(np.arange(8) - 2), "does not fit"),
     (set_slots(np.arange(8) + 1000), "outside paged memory"),
     (narrow_master, "contiguous"),
     (apart_master, "contiguous"),
