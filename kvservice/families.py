@@ -96,7 +96,7 @@ class Families:
             records = await self._rebase([cache], master)
             if records is None:
                 return
-            if cache.mirrors or not self._may_join([cache], master):
+            if cache.mirrors or not _may_join([cache], master):
                 self._give_back(records)
                 self._counters.folds.dropped += 1
                 return
@@ -173,7 +173,7 @@ class Families:
                 return
             new_mirrors = [mirror for mirror in loser.mirrors or () if mirror not in mirrors]
             old_bytes, new_bytes = (sum(sizes) for sizes in zip(*_sizes(group, records), strict=True))
-            if new_mirrors or new_bytes >= old_bytes or not self._may_join(group, winner):
+            if new_mirrors or new_bytes >= old_bytes or not _may_join(group, winner):
                 self._give_back(records)
                 return
             self._adopt(group, records, winner)
@@ -225,9 +225,6 @@ class Families:
             return None
         return VerifiedRecord(difference.meta, extent, generation)
 
-    def _may_join(self, group: Iterable[Cache], master: Cache) -> bool:
-        return not master.is_hidden and not any(cache.is_hidden for cache in group)
-
     def _adopt(self, group: Sequence[Cache], records: Sequence[VerifiedRecord], master: Cache) -> None:
         for cache, record in zip(group, records, strict=True):
             self._counters.folds.folded += cache.master is None
@@ -274,6 +271,11 @@ def _comparable(cache: Cache, masters: Iterable[Cache]) -> list[Cache]:
     """Masters that ``cache`` may be a mirror of: pinned caches cannot be moved."""
     is_pinned = bool(cache.family.space.pinned_reason)
     return [one for one in masters if one is not cache and not (is_pinned and one.position != cache.position)]
+
+
+def _may_join(group: Iterable[Cache], master: Cache) -> bool:
+    """Is all of it still there? Anything may have been deleted while a worker was at it."""
+    return not master.is_hidden and not any(cache.is_hidden for cache in group)
 
 
 def _electorates(space: Space, candidates: Sequence[Cache]) -> list[list[Cache]]:

@@ -1,8 +1,8 @@
 """The garbage collector of a process that holds millions of long-lived objects.
 
-A full collection walks every tracked object: 1,000,000 caches stall all calls for 0.6-0.75 s (bench/catalog.py). The catalog makes no
-reference cycles, so what it holds needs no collector: from time to time all survivors are frozen, which takes them out
-of every later collection; frozen objects still go when their last reference goes.
+A full collection walks every tracked object: 1,000,000 caches stall all calls for 0.6-0.75 s (bench/catalog.py). The
+catalog makes no reference cycles, so what it holds needs no collector: from time to time all survivors are frozen,
+which takes them out of every later collection; frozen objects still go when their last reference goes.
 """
 
 import gc

@@ -83,7 +83,7 @@ def test_links_lead_to_the_top_level_folders() -> None:
 
 def test_generated_code_is_current(tmp_path: Path) -> None:
     protos = sorted((ROOT / "proto").rglob("*.proto"))
-    arguments = ["-I", ROOT / "proto", f"--python_out={tmp_path}", f"--pyi_out={tmp_path}", *protos]
+    arguments: list[str | Path] = ["-I", ROOT / "proto", f"--python_out={tmp_path}", f"--pyi_out={tmp_path}", *protos]
     run(sys.executable, "-P", "-m", "grpc_tools.protoc", *arguments)
     for made in tmp_path.rglob("*_pb2.py*"):
         assert made.read_text() == (ROOT / made.relative_to(tmp_path)).read_text(), made.name

@@ -207,6 +207,7 @@ class NodeMachine(RuleBasedStateMachine):
         self.world.clock.now_s += seconds
         self.world.node.expire()
         self._expire()
+        assert set(self.world.node.leases.live) == set(self.leases)
 
     def _expire(self) -> None:
         now_s = self.world.clock.now_s
