@@ -14,6 +14,7 @@ from google.protobuf.message import Message
 
 from kvservice.client.transport import CALL_TIMEOUT_S
 from kvservice.model.errors import KVServiceError, UnavailableError, error_from_code
+from kvservice.model.limits import GRPC_OPTIONS
 from kvservice.wire.v1.cache_pb2 import Hello, Registered, RegisterIdentities, SessionReply, SessionRequest, Welcome
 from kvservice.wire.v1.cache_pb2_grpc import CacheServiceStub
 
@@ -22,6 +23,7 @@ STOP_TIMEOUT_S = 5.0
 ERROR_CODE_KEY = "kvservice-error"
 
 _CHANNEL_OPTIONS = (
+    *GRPC_OPTIONS,
     ("grpc.enable_http_proxy", 0),
     ("grpc.use_local_subchannel_pool", 1),  # a new session must not inherit the back-off of a lost one
 )

@@ -26,6 +26,7 @@ from grpc_reflection.v1alpha import reflection
 from kvservice.calls import CacheCalls
 from kvservice.config import Settings
 from kvservice.data_socket import DataSocket, remove_stale_socket
+from kvservice.model.limits import GRPC_OPTIONS
 from kvservice.node import Node, NodeLimits
 from kvservice.rpc import add_to_server
 from kvservice.stats.http import build_http
@@ -78,7 +79,7 @@ class NodeServers:
         self._data = DataSocket(
             settings.data_socket_path, self._arena.bytes, self._node.session_access, self._open_descriptor
         )
-        self._grpc = grpc.aio.server()
+        self._grpc = grpc.aio.server(options=GRPC_OPTIONS)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # set by the package at import
         self._http: web.AppRunner | None = None
 
@@ -218,9 +219,9 @@ class LocalNode:
         self._settings = settings
 
     def __enter__(self) -> Self:
-        self._thread = LoopThread("kvservice-local")
         self._node, self._arena = build_node(self._settings, "")
         self._calls = CacheCalls(self._node)
+        self._thread = LoopThread("kvservice-local")
         self._thread.run(_on_loop(self._node.start))
         return self
 

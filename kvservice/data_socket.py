@@ -17,6 +17,8 @@ from pathlib import Path
 REQUEST_BYTES = 32
 MESSAGE_BYTES_MAX = 240
 REQUEST_TIMEOUT_S = 5.0
+ANSWERING_MAX = 256
+ACCEPT_PAUSE_S = 0.1
 _MAGIC = b"KVSARENA"
 _REPLY = struct.Struct("<IQ")
 STATUS_OK, STATUS_BAD_REQUEST, STATUS_UNKNOWN_SESSION = 0, 1, 2
@@ -61,7 +63,15 @@ class DataSocket:
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            peer, _ = await loop.sock_accept(listener)
+            try:
+                peer, _ = await loop.sock_accept(listener)
+            except OSError as error:
+                log.warning("data socket: cannot take a client, out of descriptors? %r; trying again", error)
+                await asyncio.sleep(ACCEPT_PAUSE_S)
+                continue
+            if len(self._answering) >= ANSWERING_MAX:
+                peer.close()  # as if the queue of the listening socket were full
+                continue
             task = loop.create_task(self._answer(peer))
             self._answering.add(task)
             task.add_done_callback(self._answering.discard)

@@ -109,10 +109,13 @@ def identity_from_json(text: str) -> Identity:
     if len(text) > IDENTITY_BYTES_MAX:
         raise InvalidIdentityError(f"identity: {len(text)} characters, the limit is {IDENTITY_BYTES_MAX}")
     try:
-        raw = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise InvalidIdentityError(f"identity is not JSON: {error}") from error
-    return _identity(_object(raw, "identity"))
+        identity = _identity(_object(json.loads(text), "identity"))
+        identity.canonical_json().encode()  # what cannot be written down again cannot be part of a key
+    except InvalidIdentityError:
+        raise
+    except (ValueError, OverflowError, RecursionError) as error:
+        raise InvalidIdentityError(f"identity is no JSON that can be a key: {error}") from error
+    return identity
 
 
 def _identity(raw: Mapping[str, object]) -> Identity:

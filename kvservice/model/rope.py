@@ -50,8 +50,8 @@ class Rope:
                 f"rope {self.kind!r}: {len(self.frequencies)} frequencies "
                 f"do not make {self.rotary_size} rotating elements"
             )
-        if any(not math.isfinite(value) for value in self.frequencies):
-            raise InvalidIdentityError(f"rope {self.kind!r}: frequencies must be finite")
+        if not all(math.isfinite(value) for value in (*self.frequencies, self.attention_factor)):
+            raise InvalidIdentityError(f"rope {self.kind!r}: frequencies and attention factor must be finite")
 
     @property
     def is_pinned(self) -> bool:

@@ -115,6 +115,35 @@ def test_latent_geometry_rotates_its_tail() -> None:
     assert geometry.planes[0].rotary_offset == 512
 
 
+HUGE = "1" + "0" * 400
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 100_000,
+        "9" * 5000,
+        make_identity().canonical_json().replace('"frequencies":[1.0', f'"frequencies":[{HUGE}'),
+        make_identity().canonical_json().replace('"attention_factor":1.0', '"attention_factor":NaN'),
+        make_identity().canonical_json().replace('"attention_factor":1.0', '"attention_factor":1e999'),
+        make_identity().canonical_json().replace('"frequencies":[1.0', '"frequencies":[NaN'),
+        '{"tenant": "\\ud800"}',
+    ],
+    ids=[
+        "too deep",
+        "too many digits",
+        "huge frequency",
+        "NaN factor",
+        "infinite factor",
+        "NaN frequency",
+        "surrogate",
+    ],
+)
+def test_hostile_json_is_an_identity_error_and_nothing_else(text: str) -> None:
+    with pytest.raises(InvalidIdentityError):
+        identity_from_json(text)
+
+
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),

@@ -1,10 +1,12 @@
 """A whole node behind its sockets: starts healthy, answers everywhere, stops without a trace, and by signal."""
 
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import grpc
@@ -13,8 +15,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from kvservice.app import SERVICE_NAME, LocalNode, Service
+from kvservice.client.client import Client
+from kvservice.client.doctor import doctor_identity
 from kvservice.config import Settings
-from kvservice.model.errors import UnknownSessionError
+from kvservice.model.errors import CapacityError, InvalidIdentityError, UnknownSessionError
 from kvservice.wire.v1 import cache_pb2 as wire
 from kvservice.wire.v1 import cache_pb2_grpc
 
@@ -77,6 +81,37 @@ def test_a_local_node_raises_our_errors(tmp_path: Path) -> None:
         stranger = wire.SessionRef(session_id=b"x" * 16, boot_epoch=welcome.boot_epoch)
         with pytest.raises(UnknownSessionError):
             node.call("Lookup", wire.LookupRequest(session=stranger))
+
+
+def test_a_lookup_of_the_advertised_size_can_be_sent(tmp_path: Path) -> None:
+    settings = make_settings(tmp_path)
+    namespace = b"n" * 32
+    with Service(settings), Client.connect(f"unix:{settings.socket_path}", doctor_identity()) as client:
+        query = wire.SegmentQuery(
+            segment=b"s" * 32, accepted_contexts=[b"c" * 32, b"d" * 32], position=1 << 20, tokens=256
+        )
+        prompt = wire.PromptQuery(namespace=namespace, segments=[query] * client.session.limits.lookup_segments_max)
+        reply, _ = client.session.lookup([prompt])
+        assert len(reply.prompts[0].segments) == client.session.limits.lookup_segments_max
+        assert client.session.leases_held == 0
+
+
+@pytest.mark.parametrize("identity", ["[" * 100_000, "9" * 5000, '{"tenant": 1}'])
+def test_hostile_identities_leave_no_session(tmp_path: Path, identity: str) -> None:
+    with LocalNode(make_settings(tmp_path)) as node:
+        with pytest.raises(InvalidIdentityError):
+            node.open_session(wire.Hello(client_name="t", identities=[identity]))
+        welcome = node.open_session(wire.Hello(client_name="t"))
+        stats = json.loads(node.call("Stats", wire.StatsRequest()).json)  # type: ignore[attr-defined]
+        assert stats["handles"]["sessions"] == 1
+        node.close_session(welcome.session_id)
+
+
+def test_a_local_node_that_cannot_be_built_leaves_no_thread(tmp_path: Path) -> None:
+    before = threading.active_count()
+    with pytest.raises(CapacityError), LocalNode(make_settings(tmp_path, host_bytes=1 << 60)):
+        pass
+    assert threading.active_count() == before
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -1,6 +1,7 @@
 """The data socket hands the arena to open sessions only, and read-only to those that do not write."""
 
 import asyncio
+import errno
 import mmap
 import os
 import socket
@@ -86,6 +87,26 @@ async def test_a_client_that_says_nothing_does_not_stop_the_others(served: Path)
         status, _, _, descriptors = await asyncio.to_thread(ask, served, request(WRITER))
     assert status == STATUS_OK
     os.close(descriptors[0])
+
+
+async def test_running_out_of_descriptors_is_survived(served: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = asyncio.get_running_loop()
+    accept, refused = loop.sock_accept, 0
+
+    async def refuse_once(listener: socket.socket) -> tuple[socket.socket, object]:
+        nonlocal refused
+        if not refused:
+            refused = 1
+            raise OSError(errno.EMFILE, "Too many open files")
+        return await accept(listener)
+
+    monkeypatch.setattr("kvservice.data_socket.ACCEPT_PAUSE_S", 0.0)
+    monkeypatch.setattr(loop, "sock_accept", refuse_once)
+    for _ in range(3):  # the first accept was under way already
+        status, _, _, descriptors = await asyncio.to_thread(ask, served, request(WRITER))
+        assert status == STATUS_OK
+        os.close(descriptors[0])
+    assert refused
 
 
 def test_a_stale_socket_is_replaced_and_a_live_one_is_not(tmp_path: Path) -> None:

@@ -1,0 +1,9 @@
+"""Bounds that both sides of the wire share."""
+
+MESSAGE_BYTES_MAX = 32 << 20
+"""One control message. The largest is a lookup of 65,536 segments with two accepted contexts each: 7 MiB."""
+
+GRPC_OPTIONS = (
+    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
+)
