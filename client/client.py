@@ -10,7 +10,7 @@ with Client.connect("unix:/run/user/1000/kvservice.sock", identity) as client:
 import json
 import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Self
 
@@ -20,13 +20,13 @@ from kvservice.client.device_paged import DevicePaged, PinnedArena
 from kvservice.client.in_process import InProcessTransport, LocalNode
 from kvservice.client.paged import CpuPaged, PagedKV, PagedMemory, Slots
 from kvservice.client.plans import Plans, PromptPlan, look_up
-from kvservice.client.restore import Progress, Restore, plan_restore
+from kvservice.client.restore import Progress, Restore, RestoreWork, plan_restore
 from kvservice.client.rounds import RoundPrompt
 from kvservice.client.session import LEASE_TTL_S, Session
 from kvservice.client.shared_memory import SharedMemoryTransport
 from kvservice.client.store import StoreRequest, StoreResult, store_round
 from kvservice.client.transport import Transport
-from kvservice.model.errors import InvalidInputError
+from kvservice.model.errors import InvalidInputError, UnavailableError
 from kvservice.model.identity import Identity, Namespace
 from kvservice.model.segment import CacheKey
 from kvservice.wire.v1 import cache_pb2 as wire
@@ -94,7 +94,7 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """End running restores, then the session. Safe to call twice."""
+        """Let running restores end, fail queued ones (UnavailableError), end the session. Safe to call twice."""
         self._workers.shutdown(wait=True, cancel_futures=True)
         self._unpin()
         self._memory = None
@@ -135,14 +135,16 @@ class Client:
         verified when they were published, in memory that only writers of this node can reach.
 
         Raises, before anything is written: TokenCountError, SlotError, GeometryMismatchError, LeaseExpiredError,
-        StaleEpochError, CorruptError. ``Restore.wait`` raises LeaseExpiredError if the lease was lost under way, and
-        CorruptError, naming the cache, when ``verify`` finds other bytes: rows already written must then be computed.
+        StaleEpochError, CorruptError; InvalidInputError when a cache lies too far away to be moved; UnavailableError
+        when the client was closed. ``Restore.wait`` raises LeaseExpiredError if the lease was lost under way, and
+        CorruptError, naming the cache, when ``verify`` finds other bytes: rows already written must then be computed;
+        UnavailableError, with nothing written, if the client was closed before the restore began.
         """
         identity = self._one_identity([plan.prompt for plan in plans])
         memory = self._paged(paged_kv, identity)
         work = plan_restore(self.session, plans, slots, memory)
         restore = Restore(work, identity.geometry.layers)
-        self._workers.submit(restore.run, work, plans, verify=verify, on_progress=on_progress)
+        self._begin(restore, work, plans, verify=verify, on_progress=on_progress)
         return restore
 
     def store(
@@ -168,7 +170,11 @@ class Client:
 
         Paged KV must not change meanwhile. Raises, and stores nothing: NonFiniteError, SlotError, TokenCountError,
         GeometryMismatchError, InvalidInputError; LeaseExpiredError or StaleEpochError when a base is not leased any
-        more; UnavailableError. What the node refuses (no room, say) is REFUSED in the result, not raised.
+        more. What the node refuses (no room, say) is REFUSED in the result, not raised.
+
+        Raises UnavailableError, and other errors of a call to the node, when the node is lost. Until the commit began
+        nothing was stored; from then on any of the round's caches may be, each whole and verified. Store the round
+        again: what is held already is EXISTS in the result.
         """
         identity = self._one_identity([request.prompt for request in requests])
         return store_round(self.session, identity, self._paged(paged_kv, identity), requests, on_progress)
@@ -200,6 +206,19 @@ class Client:
         """The node's figures, as GET /stats gives them."""
         document: dict[str, object] = json.loads(self.session.stats_json())
         return document
+
+    def _begin(
+        self, restore: Restore, work: RestoreWork, plans: Plans, *, verify: bool, on_progress: Progress | None
+    ) -> None:
+        def fail_if_cancelled(future: "Future[None]") -> None:
+            if future.cancelled():
+                restore.fail(UnavailableError("the client was closed before the restore began; nothing was written"))
+
+        try:
+            future = self._workers.submit(restore.run, work, plans, verify=verify, on_progress=on_progress)
+        except RuntimeError as error:
+            raise UnavailableError(f"the client was closed: {error}; connect a new one") from error
+        future.add_done_callback(fail_if_cancelled)
 
     def _one_identity(self, prompts: Sequence[RoundPrompt]) -> Identity:
         namespaces = {prompt.namespace for prompt in prompts}

@@ -72,6 +72,11 @@ class DevicePaged:
             self._written[done_layers - 1].synchronize()
         return done_layers
 
+    def settle(self) -> None:
+        """Wait for all copies and kernels that were queued; slots and staging memory are then the caller's again."""
+        self.copies.synchronize()
+        self.kernels.synchronize()
+
     def gather_layer(self, layer: int, slots: Slots, out: Sequence[Bits]) -> int:
         """Copy rows to host memory."""
         with torch.cuda.stream(self.kernels):

@@ -1,8 +1,10 @@
 """`kvservice doctor`: proves a round trip against a running node, or says what is wrong and what to do.
 
-Uses a tenant of its own and deletes what it wrote; what others stored is never touched.
+Every run has a namespace of its own and deletes what it wrote; what others stored, another doctor too, is never
+touched.
 """
 
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -90,10 +92,10 @@ def _check_round_trip(socket: str, report: Report) -> bool:
 
 
 def doctor_identity() -> Identity:
-    """A small identity of the doctor's own."""
+    """A small identity, another for every run: two doctors at once must not delete each other's caches."""
     geometry = attention_geometry(layers=LAYERS, heads=HEADS, head_size=HEAD_SIZE, dtype="bfloat16")
     rope = rope_from_parameters({"rope_theta": 10000.0}, head_size=HEAD_SIZE, max_positions=4096)
-    return Identity("kvservice-doctor", "doctor", "1", geometry, (rope,) * LAYERS)
+    return Identity("kvservice-doctor", "doctor", "1", geometry, (rope,) * LAYERS, salt=secrets.token_hex(8))
 
 
 @dataclass(slots=True)
@@ -110,7 +112,6 @@ class RoundTrip:
 
         with Client.connect(self.address, doctor_identity(), client_name="doctor") as client:
             self._say("session and shared memory", True, f"boot epoch {client.session.boot_epoch}")
-            client.delete()
             try:
                 self._round_trip(client)
             finally:

@@ -112,7 +112,8 @@ class LeaseKeeper:
         """Keep a lease alive until ``drop``."""
         with self._changed:
             self._book.add(lease, ttl_s, asked_s)
-            if self._is_threaded and self._thread is None and not self._is_closed:
+            is_running = self._thread is not None and self._thread.is_alive()
+            if self._is_threaded and not is_running and not self._is_closed:  # a thread that died must not be the last
                 self._thread = threading.Thread(target=self._run, name="kvservice-leases", daemon=True)
                 self._thread.start()
             self._changed.notify()

@@ -1,6 +1,7 @@
 """An engine's paged KV memory as the kernels see it. Checks shapes and slots first; never guesses a layout."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import product
 from typing import Protocol
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvservice.kernels import cpu
+from kvservice.kernels.rotation import rotation_table
 from kvservice.kernels.shapes import Bits, KernelInputError, MirrorRows, Rotation, Target, check_dtype, check_slots
 from kvservice.kernels.tensors import numpy_bits
 from kvservice.model.errors import GeometryMismatchError, InvalidInputError, SlotError, TokenCountError
@@ -46,13 +48,16 @@ def check_paged_kv(paged_kv: PagedKV, geometry: Geometry) -> int:
 
 
 def prompt_slots(slots: Tensor | Slots, tokens: int) -> Slots:
-    """The slots of a prompt as contiguous int64 ``[tokens]`` on the host. Raises TokenCountError for another number."""
-    found = slots.detach().cpu().numpy() if isinstance(slots, Tensor) else slots
+    """The slots of a prompt as contiguous int64 ``[tokens]`` on the host. Raises TokenCountError for another number.
+
+    Always a copy, made before any check: what was checked is what is used, though the caller changes its own.
+    """
+    found = np.array(slots.detach().cpu().numpy() if isinstance(slots, Tensor) else slots, order="C")
     if found.ndim != 1 or found.dtype != np.int64:
         raise InvalidInputError(f"slots must be int64 [prompt tokens], not {found.dtype} {list(found.shape)}")
     if len(found) != tokens:
         raise TokenCountError(f"{len(found)} slots for a prompt of {tokens} tokens; give one each, -1 to leave one out")
-    return np.ascontiguousarray(found)
+    return found
 
 
 def check_target_slots(slots: Sequence[Slots], slot_count: int) -> None:
@@ -66,6 +71,17 @@ def check_target_slots(slots: Sequence[Slots], slot_count: int) -> None:
 def layer_rotations(identity: Identity) -> tuple[Rotation, ...]:
     """How every layer's keys rotate; a position-pinned layer rotates nothing, since nothing of it may move."""
     return tuple(Rotation(rope.frequencies, rope.is_interleaved) for rope in identity.rope)
+
+
+def check_moves(rotations: Iterable[Rotation], moves: Iterable[int]) -> None:
+    """Raise InvalidInputError unless every layer's keys can be moved by so many positions."""
+    for rotation, by in product(set(rotations), set(moves)):
+        try:
+            rotation_table(rotation, by)
+        except KernelInputError as error:
+            raise InvalidInputError(
+                f"{error}, or give its rows no slots (-1) and compute them; nothing was written"
+            ) from error
 
 
 class PagedSegment(Protocol):
@@ -82,12 +98,17 @@ class PagedMemory(Protocol):
     """Paged KV of one engine: ``CpuPaged`` in host memory, ``DevicePaged`` in a GPU's."""
 
     slot_count: int
+    rotations: tuple[Rotation, ...]
+    """One a layer."""
 
     def prepare(self, tokens: int, position: int, targets: Sequence[Target]) -> PagedSegment:
         """Note where a master of ``tokens`` rows, computed at ``position``, goes. Raises InvalidInputError."""
 
     def finish_layer(self, layer: int) -> int:
         """All of ``layer`` was asked for. Returns how many layers are in place by now; all of them after the last."""
+
+    def settle(self) -> None:
+        """Return once nothing that was asked for is still to be read or written: a restore has failed under way."""
 
     def gather_layer(self, layer: int, slots: Slots, out: Sequence[Bits]) -> int:
         """Copy rows to ``out``, per plane ``[rows, row_elements]``; returns how many values are not finite."""
@@ -126,6 +147,9 @@ class CpuPaged:
     def finish_layer(self, layer: int) -> int:
         """Every write is in place when its call returns."""
         return layer + 1
+
+    def settle(self) -> None:
+        """Nothing is ever left to be done."""
 
     def gather_layer(self, layer: int, slots: Slots, out: Sequence[Bits]) -> int:
         """Copy rows to ``out``."""

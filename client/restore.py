@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from kvservice.client.paged import PagedMemory, PagedSegment, Slots, check_target_slots, prompt_slots
+from kvservice.client.paged import PagedMemory, PagedSegment, Slots, check_moves, check_target_slots, prompt_slots
 from kvservice.client.plans import Plans, PromptPlan, RestoredSpan, span_of
 from kvservice.client.session import Session
 from kvservice.kernels.shapes import MirrorRows, Target
@@ -44,6 +44,13 @@ class MasterWork:
         """Write it to these slots too."""
         self.targets.append(Target(position, slots))
         self.mirrors.append(mirror)
+
+    @property
+    def moves(self) -> set[int]:
+        """By how many positions rows of the master and of its mirrors are moved."""
+        pairs = zip(self.targets, self.mirrors, strict=True)
+        of_mirrors = {target.position - mirror.meta.position for target, mirror in pairs if mirror is not None}
+        return of_mirrors | {target.position - self.master.meta.position for target in self.targets}
 
     def verify_layer(self, layer: int) -> None:
         """Raise CorruptError, naming the cache, unless the layer's bytes have their checksums."""
@@ -126,6 +133,7 @@ def plan_restore(session: Session, plans: Plans, slots: Sequence[Tensor | Slots]
     spans = [_add_targets(book, grouped, plan, one) for plan, one in zip(plans, prompts, strict=True)]
     works = list(grouped.values())
     check_target_slots([target.slots for work in works for target in work.targets], memory.slot_count)
+    check_moves(memory.rotations, {by for work in works for by in work.moves})
     masters = [(one, memory.prepare(one.master.meta.tokens, one.master.meta.position, one.targets)) for one in works]
     return RestoreWork(memory, tuple(masters), tuple(spans))
 
@@ -197,14 +205,24 @@ class Restore:
                 if on_progress is not None:
                     on_progress(done_layers, self.layers)
         except BaseException as error:  # noqa: BLE001  a thread's top: whoever waits gets it
-            self._fail(error)
+            _settle(work.memory, error)
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """End it: whoever waits gets ``error``. Nothing may be written from here on."""
+        self._error = error
+        for event in self._in_place[self._done_layers :]:
+            event.set()
 
     def _report(self, done_layers: int) -> None:
         before, self._done_layers = self._done_layers, done_layers
         for event in self._in_place[before:done_layers]:
             event.set()
 
-    def _fail(self, error: BaseException) -> None:
-        self._error = error
-        for event in self._in_place[self._done_layers :]:
-            event.set()
+
+def _settle(memory: PagedMemory, failure: BaseException) -> None:
+    """Wait for what a failed restore left queued. What goes wrong here becomes a note of the failure."""
+    try:
+        memory.settle()
+    except BaseException as error:  # noqa: BLE001  part of the thread's top: the waiters must be told in any case
+        failure.add_note(f"waiting for queued copies failed too, slots of the restore may be written still: {error}")

@@ -28,6 +28,7 @@ LEASE_TTL_S = 30.0
 NO_LEASE = LeaseId(0)
 """The lease id of a lookup that found nothing."""
 
+T = TypeVar("T")
 M = TypeVar("M", bound=Message)
 
 
@@ -140,6 +141,7 @@ class Session:
     def lookup(self, prompts: Sequence[wire.PromptQuery]) -> tuple[wire.LookupReply, Lease]:
         """Ask for all prompts of a round at once. What was found is leased, and kept so until ``release``.
 
+        The lease's deadline is on this client's clock, from before the node was asked; renewals do not move it.
         Raises LimitError when the round has more segments than the node takes in one call.
         """
         count = sum(len(prompt.segments) for prompt in prompts)
@@ -190,7 +192,10 @@ class Session:
         return outcomes
 
     def commit(self, items: Sequence[wire.CommitItem]) -> list[wire.CommitOutcome]:
-        """Publish written records; one outcome an item, in order."""
+        """Publish written records, in as many calls as the node's limit needs; one outcome an item, in order.
+
+        On an error the records of earlier calls are published, and the failed call's may be: its answer may be lost.
+        """
         outcomes: list[wire.CommitOutcome] = []
         for batch in self._batches(items):
             request = wire.CommitRequest(session=self._reference(), items=batch)
@@ -198,11 +203,12 @@ class Session:
         return outcomes
 
     def abort(self, reservations: Sequence[int]) -> int:
-        """Give reservations back unwritten; returns how many the node still knew."""
-        if not reservations:
-            return 0
-        request = wire.AbortRequest(session=self._reference(), reservation_ids=reservations)
-        return self._call("Abort", request, wire.AbortReply).aborted
+        """Give reservations back unwritten, in as many calls as needed; returns how many the node still knew."""
+        aborted = 0
+        for batch in self._batches(reservations):
+            request = wire.AbortRequest(session=self._reference(), reservation_ids=batch)
+            aborted += self._call("Abort", request, wire.AbortReply).aborted
+        return aborted
 
     def commit_round(self, request: wire.CommitRoundRequest) -> wire.CommitRoundReply:
         """Have the node elect masters among a round's dense caches."""
@@ -254,7 +260,7 @@ class Session:
         request = wire.RenewRequest(session=self._reference(), lease_ids=leases, lease_ttl_s=self._lease_ttl_s())
         return list(self._call("Renew", request, wire.RenewReply, min(deadline_s, CALL_TIMEOUT_S)).renewed)
 
-    def _batches(self, items: Sequence[M]) -> Iterable[Sequence[M]]:
+    def _batches(self, items: Sequence[T]) -> Iterable[Sequence[T]]:
         step = max(self.limits.reserve_items_max, 1)
         return (items[start : start + step] for start in range(0, len(items), step))
 

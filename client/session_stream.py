@@ -59,6 +59,10 @@ class SessionStream:
             return getattr(self._stub, name)(request, timeout=timeout_s)
         except grpc.RpcError as error:
             raise translate(error, self._address, name, timeout_s) from error
+        except ValueError as error:  # grpc: another thread closed the channel after the check
+            raise UnavailableError(
+                f"the connection to {self._address} was closed before {name}: {error}; open a new session"
+            ) from error
 
     def close(self) -> None:
         """End the stream and the connection, and wait for the thread."""

@@ -3,7 +3,8 @@
     request := b"KVSARENA" session_id:16 boot_epoch:u64
     reply   := status:u32 arena_bytes:u64 message:utf-8        status 0 comes with one descriptor (SCM_RIGHTS)
 
-Payload never passes gRPC or a socket.
+The grammar's home is kvservice/data_socket.py, which serves it; it is repeated here since a client imports nothing of
+the server: change both together. Payload never passes gRPC or a socket.
 """
 
 import os

@@ -1,7 +1,9 @@
 """Storing: segments of prompts, from the engine's paged KV straight into reserved bytes of the arena.
 
-One Reserve and one Commit for a whole round. Either every record of a call is written, or all its reservations are
-given back: on any error nothing of the call is published.
+One Reserve and one Commit for a whole round, or several of each where the node's limit needs them. Nothing is committed
+before every record is written; an error until then gives all reservations back and publishes nothing. A commit that
+fails may have published any of the call's records: earlier batches, or its own if only the answer was lost. Each is
+whole and stays; the same call made again finds it EXISTS.
 """
 
 import enum
@@ -144,16 +146,16 @@ class StoreCall:
             item.draft = Draft(meta, rows, _base(request.base, index, book, self.identity, meta))
 
     def run(self, leases: Iterable[PromptPlan]) -> None:
-        """Compare, reserve, write, commit. On any error every reservation is given back."""
+        """Compare, reserve, write, commit. On any error what is not published is given back."""
         for item in self._drafts():
             assert item.draft is not None
             item.draft.find_diff(self.memory, layer_rotations(self.identity))
         for plan in leases:
             self.session.check_lease(plan.plan.lease)  # diffs read after a lease was lost must not count
         try:
-            self._reserve()
-            self._write()
-            self._commit()
+            self._publish(self.on_progress)
+            if self._take_back_orphans():  # their masters went between reserve and commit
+                self._publish(None)
         except BaseException:
             self._abort()
             raise
@@ -161,16 +163,22 @@ class StoreCall:
     def _drafts(self) -> Iterator[_Item]:
         return (item for item in self.items if item.outcome is None)
 
-    def _reserve(self) -> None:
-        """Reserve all; a mirror whose master is gone is asked for once more, dense."""
-        self._reserve_once(list(self._drafts()))
+    def _publish(self, on_progress: Progress | None) -> None:
+        """All drafts, from reservation to commit; a mirror whose master is gone is reserved once more, dense."""
+        self._reserve(list(self._drafts()))
+        self._reserve(self._take_back_orphans())
+        self._write(on_progress)
+        self._commit()
+
+    def _take_back_orphans(self) -> Sequence[_Item]:
+        """Mirrors refused because their master is gone, drafts again, dense now: they cannot be refused so twice."""
         orphans = [item for item in self.items if isinstance(item.error, MasterGoneError)]
         for item in orphans:
             assert item.draft is not None
             item.outcome = item.error = item.draft.base = item.draft.diff = None
-        self._reserve_once(orphans)
+        return orphans
 
-    def _reserve_once(self, items: Sequence[_Item]) -> None:
+    def _reserve(self, items: Sequence[_Item]) -> None:
         if not items:
             return
         outcomes = self.session.reserve([_reserve_item(item) for item in items])
@@ -183,14 +191,14 @@ class StoreCall:
                 case _:
                     item.settle(StoreOutcome.REFUSED, error_from_code(reply.error.code, reply.error.message))
 
-    def _write(self) -> None:
+    def _write(self, on_progress: Progress | None) -> None:
         reserved = list(self._drafts())
         for done, item in enumerate(reserved, start=1):
             assert item.draft is not None
             assert item.reservation is not None
             item.written = item.draft.write(self.session.write_view(item.reservation.extent), self.memory)
-            if self.on_progress is not None:
-                self.on_progress(done, len(reserved))
+            if on_progress is not None:
+                on_progress(done, len(reserved))
 
     def _commit(self) -> None:
         written = list(self._drafts())

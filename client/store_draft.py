@@ -11,9 +11,9 @@ import numpy as np
 
 from kvservice.client.paged import PagedMemory, Slots
 from kvservice.kernels import cpu
-from kvservice.kernels.shapes import Bits, Rotation
+from kvservice.kernels.shapes import Bits, KernelInputError, Rotation
 from kvservice.model.cache import CacheMeta, MasterReference
-from kvservice.model.errors import NonFiniteError
+from kvservice.model.errors import InvalidInputError, NonFiniteError
 from kvservice.storage.record import (
     RecordLayout,
     RecordReader,
@@ -52,7 +52,8 @@ class Draft:
     def find_diff(self, memory: PagedMemory, rotations: Sequence[Rotation]) -> None:
         """Try to make it a mirror of ``base``. The base's layers are verified: a mirror of other bytes is for ever.
 
-        Raises NonFiniteError, and CorruptError when the base's bytes are not what was published.
+        Raises NonFiniteError, CorruptError when the base's bytes are not what was published, and InvalidInputError when
+        the base lies too far away to be compared.
         """
         if self.base is None:
             return
@@ -101,9 +102,15 @@ class Draft:
         assert self.base is not None
         geometry, master = self.meta.geometry, self.base.meta
         planes = self.base.master_planes(layer)
-        return cpu.diff_layer(
-            planes, master.position, member, self.meta.position, geometry.planes, rotation, geometry.dtype
-        )
+        try:
+            return cpu.diff_layer(
+                planes, master.position, member, self.meta.position, geometry.planes, rotation, geometry.dtype
+            )
+        except KernelInputError as error:
+            raise InvalidInputError(
+                f"cache {self.meta.key} at position {self.meta.position}, layer {layer}, against its base at "
+                f"{master.position}: {error}, or leave it out of `segments`; nothing was stored"
+            ) from error
 
     def _gather(self, memory: PagedMemory, layer: int, out: Sequence[Bits]) -> None:
         count = memory.gather_layer(layer, self.slots, out)

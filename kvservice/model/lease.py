@@ -15,7 +15,9 @@ LEASE_TTL_S_MAX = 600.0
 class Lease:
     """Held by a session, renewed, released by id, freed when the session ends or at ``deadline_s``.
 
-    ``deadline_s`` is on the service's monotonic clock; only the service compares it.
+    ``deadline_s`` is on the monotonic clock of the process that made the object, and means nothing elsewhere. The
+    service's says when the lease ends unless renewed. A client's counts from before it asked, so it never lies later
+    than the service's, and is not moved by renewals: whether the lease is held now is the session's to say.
     """
 
     id: LeaseId

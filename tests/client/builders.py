@@ -11,6 +11,7 @@ from torch import Tensor
 from kvservice.client import PartKind, ReusePolicy, RoundPrompt
 from kvservice.config import Settings
 from kvservice.kernels import reference
+from kvservice.kernels.rotation import ANGLE_MAX
 from kvservice.kernels.shapes import Rotation
 from kvservice.model.geometry import Geometry, Plane, attention_geometry, latent_geometry
 from kvservice.model.identity import Identity
@@ -60,6 +61,13 @@ def _rope(size: int) -> Rope:
     if size == 0:
         return Rope("none", False, 0, ())
     return rope_from_parameters({"rope_theta": 10000.0}, head_size=size, max_positions=4096)
+
+
+def short_sighted_identity(reach: int) -> Identity:
+    """An identity whose keys turn so fast that the kernels cannot move them by more than ``reach`` positions."""
+    geometry = GEOMETRIES["gqa-bf16"]
+    rope = Rope("default", False, 8, (ANGLE_MAX / reach, 1.0, 0.5, 0.25))
+    return Identity(geometry=geometry, rope=(rope,) * geometry.layers, tenant="test", model="fast", weights="r1")
 
 
 def make_tokens(count: int, seed: int = 0) -> list[int]:

@@ -2,12 +2,14 @@
 
 import io
 from pathlib import Path
+from typing import Any
 
+import pytest
 from rich.console import Console
 
 from kvservice.app import Service
 from kvservice.client.client import Client
-from kvservice.client.doctor import doctor_identity, run_doctor
+from kvservice.client.doctor import RoundTrip, doctor_identity, run_doctor
 from kvservice.config import Settings
 from kvservice.data_socket import bind_private
 from kvservice.wire.v1 import cache_pb2 as wire
@@ -41,6 +43,23 @@ def test_it_can_be_asked_again_and_again(tmp_path: Path) -> None:
     settings = make_settings(tmp_path)
     with Service(settings):
         assert [examine(settings.socket_path)[0] for _ in range(3)] == [0, 0, 0]
+
+
+def test_two_at_once_do_not_disturb_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = make_settings(tmp_path)
+    compare = RoundTrip._compare
+    inner: list[int] = []
+
+    def compare_after_another_run(self: RoundTrip, *arguments: Any) -> None:
+        if not inner:
+            inner.append(-1)
+            inner[0] = examine(settings.socket_path)[0]
+        compare(self, *arguments)
+
+    monkeypatch.setattr(RoundTrip, "_compare", compare_after_another_run)
+    with Service(settings):
+        status, text = examine(settings.socket_path)
+    assert (status, inner) == (0, [0]), text
 
 
 def test_a_missing_node_is_named_with_what_to_do(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 import threading
 from collections.abc import Sequence
 
+import pytest
+
 from kvservice.client.leases import LeaseBook, LeaseKeeper
 from kvservice.model.errors import StaleEpochError, UnavailableError
 from kvservice.model.lease import LeaseId
@@ -110,6 +112,24 @@ def test_the_thread_renews_and_ends_with_the_keeper() -> None:
     keeper.close()
     assert threading.active_count() == before
     assert len(keeper) == 0
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_lease_is_renewed_though_the_thread_before_died() -> None:
+    node = FakeNode(error=RuntimeError("a foreign error"))
+    clock = FakeClock()
+    clock.now_s = 10.0
+    keeper = LeaseKeeper(node.renew, clock)
+    keeper.add(ONE, 30.0, asked_s=0.0)
+    assert keeper._thread is not None
+    keeper._thread.join(5)
+    assert not keeper._thread.is_alive()
+    node.error = None
+    node.was_asked.clear()
+    keeper.add(OTHER, 30.0, asked_s=0.0)
+    assert node.was_asked.wait(5)
+    assert node.calls[-1][0] == (ONE, OTHER)
+    keeper.close()
 
 
 def test_no_thread_runs_while_nothing_was_ever_held() -> None:

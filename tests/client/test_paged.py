@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvservice.client.device_paged import host_tensor
-from kvservice.client.paged import CpuPaged, check_paged_kv
+from kvservice.client.device_paged import DevicePaged, host_tensor
+from kvservice.client.paged import CpuPaged, check_paged_kv, prompt_slots
 from kvservice.model.errors import GeometryMismatchError
 from tests.client.builders import GEOMETRIES, Engine, make_identity
 
@@ -55,3 +55,31 @@ def test_read_only_host_memory_becomes_a_tensor_without_a_copy() -> None:
     assert np.array_equal(tensor.view(torch.int16).numpy().view(np.uint16), rows)
     assert host_tensor(rows[:0], torch.float16).shape == (0, 4)
     assert host_tensor(rows, torch.float16).data_ptr() == rows.ctypes.data
+
+
+class FakeStream:
+    """A CUDA stream that notes whether it was waited for."""
+
+    is_done = False
+
+    def synchronize(self) -> None:
+        self.is_done = True
+
+
+def test_settling_waits_for_copies_and_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = object.__new__(DevicePaged)  # no GPU is needed to see whom it waits for
+    streams = FakeStream(), FakeStream()
+    for name, stream in zip(("copies", "kernels"), streams, strict=True):
+        monkeypatch.setattr(memory, name, stream, raising=False)
+    memory.settle()
+    assert [stream.is_done for stream in streams] == [True, True]
+
+
+def test_slots_are_the_librarys_own_copy() -> None:
+    """The caller may change its tensor as soon as ``restore`` has returned, and while it is being checked."""
+    tensor = torch.arange(8)
+    for given in (tensor, tensor.numpy(), tensor.numpy()[::2]):
+        found = prompt_slots(given, len(given))
+        assert not np.shares_memory(found, tensor.numpy())
+        assert found.flags.c_contiguous
+        assert found.tolist() == given.tolist()

@@ -114,6 +114,28 @@ def test_reservations_go_out_in_as_many_calls_as_needed(local: Connect) -> None:
         assert plans.hit_tokens == PROMPT.token_count
 
 
+def test_reservations_are_given_back_in_as_many_calls_as_needed(
+    local: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = local(IDENTITY)
+    keys = [PROMPT.key(index) for index in range(5)]
+    names = [wire.CacheKey(segment=key.segment, context=key.context) for key in keys]
+    items = [wire.ReserveItem(namespace=IDENTITY.namespace(), key=name, record_bytes=100) for name in names]
+    reserved = [outcome.reserved.id for outcome in client.session.reserve(items)]
+    client.session.limits.reserve_items_max = 2
+    call, sent = Session._call, list[int]()
+
+    def count_aborts(session: Session, name: str, request: Any, *arguments: Any) -> Any:
+        if name == "Abort":
+            sent.append(len(request.reservation_ids))
+        return call(session, name, request, *arguments)
+
+    monkeypatch.setattr(Session, "_call", count_aborts)
+    assert client.session.abort(reserved) == 5
+    assert sent == [2, 2, 1]
+    assert handles(client)["reservations"] == 0
+
+
 def test_leases_are_renewed_while_they_are_held(service: Service, tmp_path: Path) -> None:
     with Client.connect(f"unix:{service.addresses.socket}", IDENTITY, lease_ttl_s=0.2) as client:
         store(client)
@@ -154,6 +176,20 @@ def test_a_server_that_does_not_answer_is_unavailable(tmp_path: Path, monkeypatc
         silent.listen()
         with pytest.raises(UnavailableError, match="did not answer"):
             Client.connect(f"unix:{tmp_path}/silent.sock", IDENTITY)
+
+
+def test_a_connection_closed_right_before_a_call_is_unavailable(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Client.connect(f"unix:{service.addresses.socket}", IDENTITY) as client:
+        transport = client.session._transport
+        assert isinstance(transport, SharedMemoryTransport)
+        stream = transport._open_stream()
+        monkeypatch.setattr(stream, "_check_open", stream._channel.close)  # another thread's reconnect, after the check
+        with pytest.raises(UnavailableError, match="open a new session"):
+            client.stats()
+        client.reconnect()
+        assert handles(client)["sessions"] >= 1
 
 
 def test_an_identity_that_the_node_refuses_is_named(service: Service) -> None:

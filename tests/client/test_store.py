@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvservice.app import LocalNode
-from kvservice.client import Client, PartKind, Plans, RoundPrompt, StoreOutcome, StoreRequest
+from kvservice.client import Client, PartKind, Plans, RoundPrompt, Session, StoreOutcome, StoreRequest
 from kvservice.client.store_draft import Draft
 from kvservice.model.errors import (
     CapacityError,
@@ -19,9 +19,11 @@ from kvservice.model.errors import (
     NotOwnedError,
     SlotError,
     TokenCountError,
+    UnavailableError,
 )
 from kvservice.model.identity import Identity
 from kvservice.model.plan import Match
+from kvservice.wire.v1 import cache_pb2 as wire
 from tests.client.builders import (
     ARENA_BYTES,
     GEOMETRIES,
@@ -30,6 +32,7 @@ from tests.client.builders import (
     assert_equal_bits,
     make_identity,
     make_prompt,
+    short_sighted_identity,
 )
 from tests.client.conftest import Connect
 
@@ -263,6 +266,80 @@ def test_no_mirror_is_made_of_a_base_whose_lease_was_lost(local: Connect, monkey
         (slots,) = restore_into(client, plans, engine, [second])
         monkeypatch.setattr(Draft, "find_diff", lambda *_: plans.close())
         with pytest.raises(LeaseExpiredError):
+            client.store(second, engine.planes, slots, base=plans[0], is_refreshed=True)
+    assert_nothing_is_held(client)
+
+
+def test_a_mirror_whose_master_goes_before_the_commit_is_stored_dense(
+    local: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    identity = make_identity()
+    client = local(identity)
+    first, second = (make_prompt(identity, private=4, shared=(12,), seed=seed, policy=POLICY) for seed in (1, 2))
+    store_whole(client, identity, first)
+    engine = Engine(identity.geometry, seed=3)
+    commit, told = Session.commit, list[tuple[int, int]]()
+
+    def commit_after_a_deletion(session: Session, items: Sequence[wire.CommitItem]) -> list[wire.CommitOutcome]:
+        client.delete([first.key(1)])
+        return commit(session, items)
+
+    with client.lookup([second]) as plans:
+        (slots,) = restore_into(client, plans, engine, [second])
+        monkeypatch.setattr(Session, "commit", commit_after_a_deletion)
+        result = client.store(
+            second,
+            engine.planes,
+            slots,
+            base=plans[0],
+            is_refreshed=True,
+            on_progress=lambda done, of: told.append((done, of)),
+        )
+    assert outcomes(result) == [MASTER, MASTER]
+    assert result.segments[1].record_bytes > 12 * identity.geometry.token_bytes
+    assert told == [(1, 2), (2, 2)]
+    again = Engine(identity.geometry, seed=4)
+    with client.lookup([second]) as plans:
+        (found,) = restore_into(client, plans, again, [second])
+    assert_equal_bits(again.rows(found), engine.rows(slots))
+    assert_nothing_is_held(client)
+
+
+def test_a_lost_commit_leaves_what_was_published_before_it(local: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    identity = make_identity()
+    client = local(identity)
+    client.session.limits.reserve_items_max = 2
+    prompt = make_prompt(identity)
+    engine = Engine(identity.geometry)
+    slots = engine.allocate(prompt.token_count)
+    call, commits = Session._call, list[str]()
+
+    def lose_the_second_commit(session: Session, name: str, *arguments: Any) -> Any:
+        commits.extend([name] * (name == "Commit"))
+        if name == "Commit" and len(commits) == 2:
+            raise UnavailableError("lost")
+        return call(session, name, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Session, "_call", lose_the_second_commit)
+        with pytest.raises(UnavailableError):
+            client.store(prompt, engine.planes, slots)
+    assert_nothing_is_held(client)
+    assert outcomes(client.store(prompt, engine.planes, slots)) == [EXISTS] * 2 + [MASTER] * 3
+
+
+def test_a_base_too_far_away_is_named(local: Connect) -> None:
+    identity = short_sighted_identity(reach=40)
+    client = local(identity)
+    first, second = (
+        make_prompt(identity, private=private, shared=(12,), seed=private, policy=POLICY) for private in (8, 52)
+    )
+    store_whole(client, identity, first)
+    engine = Engine(identity.geometry, seed=3)
+    slots = engine.allocate(second.token_count)
+    with client.lookup([second]) as plans:
+        assert plans.hit_tokens == 12
+        with pytest.raises(InvalidInputError, match=r"leave it out.*nothing was stored"):
             client.store(second, engine.planes, slots, base=plans[0], is_refreshed=True)
     assert_nothing_is_held(client)
 
