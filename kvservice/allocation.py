@@ -1,11 +1,20 @@
 """Room for records: extents of the host tier, made by evicting groups where none is free. State only."""
 
+from itertools import islice
+from operator import attrgetter
+
 from kvservice.catalog import Catalog
 from kvservice.limits import NodeLimits
 from kvservice.model.cache import Extent
 from kvservice.model.errors import CapacityError, InvalidInputError, RecordTooLargeError
 from kvservice.stats.counters import Counters
+from kvservice.storage.buffer import round_up
 from kvservice.storage.host_tier import HostTier
+
+GAPS_GUESSED_MAX = 64
+"""Oldest idle records that are looked at before all gaps are: a few us, against 5 ms for 10,000 leased records."""
+
+_offset = attrgetter("offset")
 
 
 class Allocation:
@@ -22,38 +31,59 @@ class Allocation:
     def take(self, length: int) -> Extent:
         """An unpublished extent. Evicts idle groups, oldest first, until it fits; raises CapacityError otherwise.
 
-        Evicts nothing if what is held leaves too little room whatever goes.
+        Evicts nothing if what may not go leaves no gap that is long enough, whatever else goes.
         """
         if length < 1:
             raise InvalidInputError(f"a record has 1 byte or more, not {length}")
         capacity = self.tier.capacity_bytes
         if length > capacity:
             raise RecordTooLargeError(f"a record of {length} bytes never fits in a tier of {capacity}; cut the segment")
-        held = self._catalog.totals.held_bytes + self.unpublished_bytes
-        extent = None
-        if length <= capacity - held:
-            extent = self._evict_until_it_fits(length)
+        extent = self.tier.reserve(length)
         if extent is None:
-            raise CapacityError(
-                f"no room for {length} bytes: of {capacity}, {held} are leased or being written. "
-                "Retry when leases are released, or give the host tier more bytes"
-            )
+            self._require_gap(length)
+            extent = self._evict_until_it_fits(length)
         self.unpublished[extent.offset] = extent
         self.unpublished_bytes += length
         return extent
 
-    def _evict_until_it_fits(self, length: int) -> Extent | None:
-        for _ in range(self._limits.evictions_per_reserve_max):
-            extent = self.tier.reserve(length)
-            if extent is not None:
-                return extent
+    def _require_gap(self, length: int) -> None:
+        oldest = islice(self._catalog.idle, GAPS_GUESSED_MAX)
+        if any(self._taken(head.record_bytes) >= self._taken(length) for head in oldest):
+            return  # the usual case, records of about one size: that record's own place will do
+        longest = self.longest_stretch()
+        if longest < self._taken(length):
+            raise CapacityError(
+                f"no room for {length} bytes in one piece: what is leased or being written leaves {longest} of "
+                f"{self.tier.capacity_bytes} at most; nothing was evicted. Retry when leases are released, or give the "
+                "host tier more bytes"
+            )
+
+    def longest_stretch(self) -> int:
+        """Bytes in one piece that evictions can free, or that are. O(n log n) in what is held and unpublished."""
+        longest = end = 0
+        for extent in sorted([*self._catalog.unevictable(), *self.unpublished.values()], key=_offset):
+            longest = max(longest, extent.offset - end)
+            end = extent.offset + self._taken(extent.length)
+        return max(longest, self.tier.capacity_bytes - end)
+
+    def _taken(self, length: int) -> int:
+        return round_up(length, self.tier.allocator.granularity)
+
+    def _evict_until_it_fits(self, length: int) -> Extent:
+        limit = self._limits.evictions_per_reserve_max
+        for count in range(limit):
             evicted = self._catalog.evict_oldest()
-            if evicted is None:
-                return None
+            assert evicted is not None, f"all that may go is gone after {count} groups, and the gap is not there"
             self._counters.evicted_groups += 1
             self._counters.evicted_caches += evicted.caches
             self._counters.evicted_bytes += evicted.record_bytes
-        return None
+            extent = self.tier.reserve(length)
+            if extent is not None:
+                return extent
+        raise CapacityError(
+            f"no room for {length} bytes after evicting {limit} group{'s' * (limit != 1)}, the limit of one "
+            "reservation; retry, or cut the segment"
+        )
 
     def hand_over(self, extent: Extent) -> None:
         """The extent now belongs to a published cache."""

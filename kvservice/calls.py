@@ -12,6 +12,7 @@ from kvservice.lookup import Finding, marks_behind
 from kvservice.model.cache import MasterReference, Tier
 from kvservice.model.errors import InvalidInputError, KVServiceError, LeaseExpiredError, LimitError
 from kvservice.model.identity import Namespace
+from kvservice.model.lease import SessionId
 from kvservice.model.plan import Outcome
 from kvservice.model.segment import CacheKey, ContextId, SegmentId
 from kvservice.node import Node
@@ -136,9 +137,7 @@ class CacheCalls:
     async def reserve(self, request: wire.ReserveRequest) -> wire.ReserveReply:
         """An outcome for every item, in order."""
         session = self._session(request.session)
-        limit = self.node.limits.reserve_items_max
-        if len(request.items) > limit:
-            raise LimitError(f"a reserve of {len(request.items)} items, the limit is {limit}; split it")
+        self._check_items("a reserve", len(request.items))
         self.node.expire()
         reply = wire.ReserveReply()
         for item in request.items:
@@ -149,16 +148,31 @@ class CacheCalls:
             reply.outcomes.append(outcome)
         return reply
 
+    def take_back(self, request: wire.ReserveRequest, reply: wire.ReserveReply) -> None:
+        """Free what a Reserve gave whose reply never left: nobody knows the ids, and the keys would stay taken."""
+        session = self.node.sessions.open.get(SessionId(request.session.session_id))
+        if session is not None:  # otherwise they went with it
+            ids = [one.reserved.id for one in reply.outcomes if one.WhichOneof("outcome") == "reserved"]
+            self.node.abort(session, ids)
+
     async def commit(self, request: wire.CommitRequest) -> wire.CommitReply:
         """An outcome for every item, in order."""
         session = self._session(request.session)
+        self._check_items("a commit", len(request.items))
         items = [(item.reservation_id, item.header_checksum) for item in request.items]
         outcomes = await self.node.commit(session, items)
         return wire.CommitReply(outcomes=[_encode_committed(outcome) for outcome in outcomes])
 
     async def abort(self, request: wire.AbortRequest) -> wire.AbortReply:
         """Free reservations."""
-        return wire.AbortReply(aborted=self.node.abort(self._session(request.session), request.reservation_ids))
+        session = self._session(request.session)
+        self._check_items("an abort", len(request.reservation_ids))
+        return wire.AbortReply(aborted=self.node.abort(session, request.reservation_ids))
+
+    def _check_items(self, what: str, count: int) -> None:
+        limit = self.node.limits.reserve_items_max
+        if count > limit:
+            raise LimitError(f"{what} of {count} items, the limit is {limit}; split it")
 
     async def commit_round(self, request: wire.CommitRoundRequest) -> wire.CommitRoundReply:
         """Elect masters of a round."""

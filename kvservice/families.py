@@ -5,16 +5,19 @@ catalog is looked at again, for anything but what is held may have gone meanwhil
 """
 
 import asyncio
+import math
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
+
 from kvservice import folding
 from kvservice.allocation import Allocation
 from kvservice.catalog import Cache, Catalog, Family, Space, VerifiedRecord
-from kvservice.folding import Source
+from kvservice.folding import Deviations, FoldRefusedError, Source
 from kvservice.limits import NodeLimits
 from kvservice.model.errors import CapacityError, InvalidInputError, LimitError
 from kvservice.model.segment import CacheKey, ContextId, SegmentId
@@ -93,8 +96,8 @@ class Families:
             if cache not in intact or len(intact) < 2:
                 return
             master = await self._nearest(cache, [one for one in intact if one is not cache])
-            records = await self._rebase([cache], master)
-            if records is None:
+            records = None if master is None else await self._rebase([cache], master)
+            if master is None or records is None:
                 return
             if cache.mirrors or not _may_join([cache], master):
                 self._give_back(records)
@@ -102,12 +105,14 @@ class Families:
                 return
             self._adopt([cache], records, master)
 
-    async def _nearest(self, cache: Cache, masters: Sequence[Cache]) -> Cache:
+    async def _nearest(self, cache: Cache, masters: Sequence[Cache]) -> Cache | None:
         if len(masters) == 1:
             return masters[0]
-        sources = [self._source(one) for one in (cache, *masters)]
-        table = await self._worker.run(partial(folding.deviations, cache.family.space.identity, sources))
-        return min(zip(table[0, 1:].tolist(), masters, strict=True), key=lambda pair: (pair[0], pair[1].context))[1]
+        table = await self._deviations(cache.family.space, [cache, *masters])
+        if table is None:
+            return None
+        distances = np.nan_to_num(table[0, 1:], nan=np.inf, posinf=np.inf).tolist()
+        return min(zip(distances, masters, strict=True), key=lambda pair: (pair[0], pair[1].context))[1]
 
     # Rounds
 
@@ -146,14 +151,16 @@ class Families:
         for candidates in _electorates(space, [found[context] for context in sorted(found)]):
             with self._holding(candidates):
                 intact = await self._quarantine(candidates)
-                if len(intact) > 1:
-                    elections.append(await self._elect(space, intact))
+                election = await self._elect(space, intact) if len(intact) > 1 else None
+                if election is not None:
+                    elections.append(election)
         return elections
 
-    async def _elect(self, space: Space, candidates: Sequence[Cache]) -> Election:
-        sources = [self._source(cache) for cache in candidates]
-        table = await self._worker.run(partial(folding.deviations, space.identity, sources))
-        totals = table.sum(axis=1).tolist()
+    async def _elect(self, space: Space, candidates: Sequence[Cache]) -> Election | None:
+        table = await self._deviations(space, candidates)
+        if table is None:
+            return None
+        totals = election_totals(table)
         winner = candidates[min(range(len(totals)), key=totals.__getitem__)]  # sorted by key: the lowest wins a tie
         for cache in candidates:
             if cache is not winner:
@@ -181,6 +188,15 @@ class Families:
 
     # Steps of both
 
+    async def _deviations(self, space: Space, caches: Sequence[Cache]) -> Deviations | None:
+        """See folding.deviations; None, and counted, if the kernels refuse."""
+        sources = [self._source(cache) for cache in caches]
+        try:
+            return await self._worker.run(partial(folding.deviations, space.identity, sources))
+        except FoldRefusedError:
+            self._counters.folds.refused += 1
+            return None
+
     async def _rebase(self, group: Sequence[Cache], master: Cache) -> list[VerifiedRecord] | None:
         """Unpublished mirror records of ``master`` for every cache of ``group``; None unless all of them save."""
         records: list[VerifiedRecord] = []
@@ -190,6 +206,8 @@ class Families:
                 if record is None:
                     break
                 records.append(record)
+        except FoldRefusedError:
+            self._counters.folds.refused += 1
         except BaseException:
             self._give_back(records)
             raise
@@ -292,6 +310,18 @@ def _election(winner: Cache, candidates: Sequence[Cache], totals: Sequence[float
         now = cache.family.members.get(cache.context, cache)
         outcome.append(Candidate(cache.context, total, now.master is not None, now.record_bytes))
     return Election(winner.family.segment, winner.context, tuple(outcome))
+
+
+def election_totals(table: Deviations) -> list[float]:
+    """Each candidate's deviation from the others, summed. What is no number is infinitely far.
+
+    A candidate that has no finite distance to any other is left out of the others' sums: a NaN in one cache must not
+    decide for all of them.
+    """
+    others = ~np.eye(len(table), dtype=np.bool_)
+    is_sound = (np.isfinite(table) & others).any(axis=1)
+    totals = np.where(is_sound, table[:, is_sound].sum(axis=1), np.inf)
+    return [math.inf if math.isnan(total) else total for total in totals.tolist()]
 
 
 def _record_bytes(family: Family) -> int:

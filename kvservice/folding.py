@@ -4,7 +4,8 @@ It reads held extents and writes one unpublished extent; it knows no catalog. On
 a node that never folds compiles nothing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvservice.model.cache import CacheMeta, MasterReference
-from kvservice.model.errors import CorruptError, RecordFormatError
+from kvservice.model.errors import CorruptError, KVServiceError, RecordFormatError
 from kvservice.model.identity import Identity
 from kvservice.storage.buffer import Bytes, Runs, StorageBits
 from kvservice.storage.record import RecordReader, RecordWriter, count_rows, mirror_layout
@@ -41,6 +42,21 @@ class Diff:
     record_bytes: int
 
 
+class FoldRefusedError(KVServiceError):
+    """The kernels cannot do this arithmetic with these caches; they stay as they are. Never leaves the node."""
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """Raise FoldRefusedError for what kernels refuse."""
+    from kvservice.kernels.shapes import KernelInputError
+
+    try:
+        yield
+    except KernelInputError as error:
+        raise FoldRefusedError(str(error)) from error
+
+
 def check_layers(layers: int) -> list[int]:
     """The layers that deviation is taken over: first, middle, last. All of them would cost layers/3 times as much."""
     return sorted({0, layers // 2, layers - 1})
@@ -61,6 +77,7 @@ def _is_intact(source: Source) -> bool:
     return True
 
 
+@_refusing()
 def deviations(identity: Identity, sources: Sequence[Source]) -> Deviations:
     """Deviation of each source from each, in a common position frame, over the check layers."""
     from kvservice.kernels.cpu import deviation_layer
@@ -75,6 +92,7 @@ def deviations(identity: Identity, sources: Sequence[Source]) -> Deviations:
     return total
 
 
+@_refusing()
 def diff(identity: Identity, member: Source, master: Source, bytes_max: int) -> Diff | None:
     """The member as a diff from a dense ``master``; None if its record would be larger than ``bytes_max``."""
     from kvservice.kernels.cpu import diff_layer
@@ -104,6 +122,7 @@ def diff(identity: Identity, member: Source, master: Source, bytes_max: int) -> 
     return Diff(meta, runs, record_bytes) if record_bytes <= bytes_max else None
 
 
+@_refusing()
 def write_mirror(identity: Identity, member: Source, master: Source, difference: Diff, target: Bytes) -> int | None:
     """Write the mirror record and read it back; its generation, or None if it does not restore to the member's bits."""
     ours = _DenseReader(identity, member)

@@ -4,11 +4,19 @@ from dataclasses import dataclass
 
 from kvservice.model.lease import LEASE_TTL_S_MAX
 
+ANGLE_MAX = float(2**25)
+"""Radians. A cache that turns further at its position can never be moved exactly. kvservice.kernels.rotation has the
+same number and the reason; a node that never folds does not import kernels, so it stands here again, and a test
+compares the two."""
+
 
 @dataclass(frozen=True, slots=True)
 class NodeLimits:
     """Bounds of queues, loops, messages and waits.
 
+    ``reserve_items_max``: items of one Reserve, Commit or Abort.
+    ``reservation_ttl_s``: how long an extent may be written to. Then it is taken back, for its reply may have been lost
+    and nobody know of it; a slower writer must not touch it any more.
     ``lookup_segments_max``: segments of one Lookup. ``lookup_slice``: segments answered before other calls get a turn.
     ``candidates_max``: members of a family that are ranked for a shifted use, the most recently used ones.
     ``masters_tried_max``: masters that a dense cache is compared with before it is folded.
@@ -19,9 +27,11 @@ class NodeLimits:
     lookup_slice: int = 4096
     reserve_items_max: int = 4096
     sessions_max: int = 4096
+    client_name_chars_max: int = 256
     identities_per_session_max: int = 256
     leases_per_session_max: int = 65536
     reservations_per_session_max: int = 65536
+    reservation_ttl_s: float = 300.0
     lease_ttl_s: float = 30.0
     lease_ttl_s_max: float = LEASE_TTL_S_MAX
     candidates_max: int = 64

@@ -114,8 +114,10 @@ class Node:
         return count
 
     def expire(self) -> None:
-        """End the leases whose time has come."""
-        self.leases.expire(self._clock())
+        """End the leases and free the reservations whose time has come."""
+        now_s = self._clock()
+        self.leases.expire(now_s)
+        self.store.expire(now_s)
 
     # Sessions
 
@@ -125,7 +127,7 @@ class Node:
         session = self.sessions.add(id_, client_name, may_write=may_write)
         try:
             self.sessions.register(session, identities)
-        except KVServiceError:
+        except BaseException:
             self.sessions.remove(session)
             raise
         self.counters.sessions_opened += 1
@@ -134,10 +136,6 @@ class Node:
     def session(self, id_: bytes, boot_epoch: int) -> Session:
         """The open session that a request names. Raises StaleEpochError or UnknownSessionError."""
         return self.sessions.require(id_, boot_epoch)
-
-    def is_session_open(self, id_: bytes, boot_epoch: int) -> bool:
-        """May whoever names this session have the arena?"""
-        return boot_epoch == self.boot_epoch and SessionId(id_) in self.sessions.open
 
     def session_access(self, id_: bytes, boot_epoch: int) -> bool | None:
         """Does the session write? None if there is no such session."""
@@ -196,7 +194,7 @@ class Node:
     def reserve(self, session: Session, request: WriteRequest) -> Reservation | None:
         """An extent for one record; None if its key exists. Raises KVServiceError for this one."""
         try:
-            return self.store.reserve(session, request)
+            return self.store.reserve(session, request, self._clock())
         except KVServiceError as error:
             self.counters.reserves_refused[error.code] += 1
             raise

@@ -3,9 +3,10 @@
 The one broad ``except`` of the server is here: what nobody foresaw is logged with its traceback and answered INTERNAL.
 """
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import grpc
 import grpc.aio
@@ -32,6 +33,9 @@ __all__ = ["ERROR_KEY", "CacheCalls", "CacheServicer", "add_to_server", "status_
 
 ERROR_KEY = "kvservice-error"
 """Trailing metadata: the error's code (model/errors.py)."""
+
+TURNS_OF_A_CANCELLATION = 4
+"""Turns of the loop from a cancellation's arrival at the process to the call's task: poll, batch, watcher, task."""
 
 _LOG = logging.getLogger(__name__)
 _STATUS: tuple[tuple[type[KVServiceError], grpc.StatusCode], ...] = (
@@ -95,8 +99,17 @@ class CacheServicer(CacheServiceServicer):
         return await _answer(self._calls.lookup, request, context)
 
     async def Reserve(self, request: wire.ReserveRequest, context: "Context") -> wire.ReserveReply:  # noqa: N802
-        """See cache.proto."""
-        return await _answer(self._calls.reserve, request, context)
+        """See cache.proto. What is reserved for a caller that has gone is taken back."""
+        reply = await _answer(self._calls.reserve, request, context)
+        try:
+            await _require_caller(context)
+        except UnavailableError as error:
+            self._calls.take_back(request, reply)
+            await _abort(context, "reserve", error)
+        except asyncio.CancelledError:
+            self._calls.take_back(request, reply)
+            raise
+        return reply
 
     async def Commit(self, request: wire.CommitRequest, context: "Context") -> wire.CommitReply:  # noqa: N802
         """See cache.proto."""
@@ -130,6 +143,15 @@ class CacheServicer(CacheServiceServicer):
 
 
 Context = grpc.aio.ServicerContext[Any, Any]
+
+
+async def _require_caller(context: Context) -> None:
+    """Raise CancelledError or UnavailableError if the caller no longer waits, as far as the service can know."""
+    for _ in range(TURNS_OF_A_CANCELLATION):
+        await asyncio.sleep(0)
+    remaining_s = cast("float | None", context.time_remaining())  # None: no deadline, whatever the stub says
+    if remaining_s is not None and remaining_s <= 0:
+        raise UnavailableError("the caller's deadline passed before the answer; nothing was reserved, ask again")
 
 
 async def _answer(call: Callable[[Request], Awaitable[Reply]], request: Request, context: Context) -> Reply:

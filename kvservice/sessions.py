@@ -20,7 +20,6 @@ class Session:
     spaces: dict[Namespace, Space] = field(default_factory=dict)
     leases: set[LeaseId] = field(default_factory=set)
     reservations: set[int] = field(default_factory=set)
-    is_open: bool = True
 
     def space(self, namespace: bytes) -> Space:
         """A registered namespace. Raises InvalidInputError for any other: nobody reaches into a stranger's."""
@@ -34,7 +33,8 @@ class Session:
     def require_write(self) -> None:
         """Raise NotOwnedError unless the session said that it writes."""
         if not self.may_write:
-            raise NotOwnedError(f"session {self.id.hex()[:8]} only reads; open one with wants_write")
+            name = f"{self.id.hex()[:8]} ({self.client_name or 'no name'})"
+            raise NotOwnedError(f"session {name} only reads; open one with wants_write")
 
 
 class Sessions:
@@ -48,6 +48,9 @@ class Sessions:
 
     def add(self, id_: SessionId, client_name: str, *, may_write: bool) -> Session:
         """A new session without namespaces. ``id_`` must be fresh."""
+        length, limit = len(client_name), self._limits.client_name_chars_max
+        if length > limit:
+            raise LimitError(f"a client's name of {length} characters, the limit is {limit}; give a shorter one")
         if len(self.open) >= self._limits.sessions_max:
             raise LimitError(f"{len(self.open)} sessions are open, the limit is {self._limits.sessions_max}")
         assert id_ not in self.open, "session ids are random"
@@ -82,7 +85,6 @@ class Sessions:
     def remove(self, session: Session) -> None:
         """Forget a session whose leases and reservations are gone already."""
         del self.open[session.id]
-        session.is_open = False
         for space in session.spaces.values():
             self._catalog.close_space(space)
         session.spaces.clear()

@@ -6,10 +6,14 @@ its extent it is only marked, and its bytes go when the worker is done.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+import numpy as np
 
 from kvservice.allocation import Allocation
-from kvservice.catalog import Cache, Catalog, Space, VerifiedRecord
-from kvservice.limits import NodeLimits
+from kvservice.catalog import POSITION_MAX, Cache, Catalog, Space, VerifiedRecord
+from kvservice.limits import ANGLE_MAX, NodeLimits
 from kvservice.model.cache import CacheKind, CacheMeta, Extent, MasterReference
 from kvservice.model.errors import (
     ChecksumMismatchError,
@@ -19,16 +23,21 @@ from kvservice.model.errors import (
     KVServiceError,
     LimitError,
     MasterGoneError,
+    NonFiniteError,
     NotOwnedError,
     TokenCountError,
 )
 from kvservice.model.segment import DIGEST_BYTES, SEGMENT_TOKENS_MAX, CacheKey
 from kvservice.sessions import Session
 from kvservice.stats.counters import Counters
-from kvservice.storage.buffer import Bytes
+from kvservice.storage.buffer import BITS_OF_ELEMENT, Bytes, StorageBits
 from kvservice.storage.record import RecordReader
 
-POSITION_MAX = (1 << 32) - 1
+FINITE_CHUNK_BYTES = 512 << 10
+"""Looked at in one go, so that the second look finds it in the core's cache (16 MiB: 0.34 ms, in one piece 0.38)."""
+_SIGNED: dict[int, np.dtype[np.signedinteger[Any]]] = {2: np.dtype(np.int16), 4: np.dtype(np.int32)}
+# The largest finite value by its bits, without a sign; all bits above are infinities and NaNs.
+_LARGEST_FINITE = {"bfloat16": 0x7F7F, "float16": 0x7BFF, "float32": 0x7F7F_FFFF}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +52,10 @@ class WriteRequest:
 
 @dataclass(slots=True, eq=False)
 class Reservation:
-    """An extent that a session may write. ``master`` is held from here to the end, so that a mirror never dangles."""
+    """An extent that a session may write, until ``deadline_s`` on the node's clock.
+
+    ``master`` is held from here to the end, so that a mirror never dangles.
+    """
 
     id: int
     session: Session
@@ -52,6 +64,7 @@ class Reservation:
     extent: Extent
     reference: MasterReference | None
     master: Cache | None
+    deadline_s: float
     is_verifying: bool = False
     is_abandoned: bool = False
 
@@ -76,7 +89,7 @@ class Store:
         self._counters = counters
         self._next_id = 1
 
-    def reserve(self, session: Session, request: WriteRequest) -> Reservation | None:
+    def reserve(self, session: Session, request: WriteRequest, now_s: float) -> Reservation | None:
         """An extent to write the record to; None if the key is published or being written.
 
         Raises KVServiceError for this one record; nothing was changed then, but for groups evicted to make room.
@@ -93,7 +106,7 @@ class Store:
             limit = self._limits.reservations_per_session_max
             raise LimitError(f"a session may have {limit} reservations; commit or abort some")
         master = self._master_of(space, request)
-        return self._open(session, space, request, master)
+        return self._open(session, space, request, master, now_s + self._limits.reservation_ttl_s)
 
     def _master_of(self, space: Space, request: WriteRequest) -> Cache | None:
         if request.master is None:
@@ -106,7 +119,9 @@ class Store:
             )
         return master
 
-    def _open(self, session: Session, space: Space, request: WriteRequest, master: Cache | None) -> Reservation:
+    def _open(
+        self, session: Session, space: Space, request: WriteRequest, master: Cache | None, deadline_s: float
+    ) -> Reservation:
         if master is not None:
             self._catalog.hold(master)
         try:
@@ -116,7 +131,7 @@ class Store:
                 self._catalog.unhold(master)
             raise
         id_, self._next_id = self._next_id, self._next_id + 1
-        reservation = Reservation(id_, session, space, request.key, extent, request.master, master)
+        reservation = Reservation(id_, session, space, request.key, extent, request.master, master, deadline_s)
         self.open[id_] = reservation
         session.reservations.add(id_)
         space.pending.add((request.key.segment, request.key.context))
@@ -199,6 +214,13 @@ class Store:
         self._counters.aborted += len(idle)
         return len(idle)
 
+    def expire(self, now_s: float) -> None:
+        """Free reservations whose time has come, but for those under commit. Nobody may know of them any more."""
+        past = takewhile(lambda one: one.deadline_s <= now_s, self.open.values())  # all have one time to live
+        for reservation in [one for one in past if not one.is_verifying]:
+            self.drop(reservation)
+            self._counters.reservations_expired += 1
+
     def abandon_all(self, session: Session) -> None:
         """The session ended: free what it reserved, at once or when the worker that reads it is done."""
         for id_ in list(session.reservations):
@@ -231,11 +253,35 @@ def _verified(job: Verification) -> VerifiedRecord:
             f"the header's checksum is {reader.header_checksum:016x}, the commit says {job.header_checksum:016x}"
         )
     _check_meta(reservation, reader.meta, reader.layout.record_bytes)
-    reader.verify()
-    if reader.meta.kind is CacheKind.MIRROR:
-        for layer in range(reader.meta.geometry.layers):
-            reader.mirror(layer)  # raises unless the run table makes sense
+    for layer in range(reader.meta.geometry.layers):
+        reader.verify_layer(layer)
+        if not all(_is_finite(rows, reader.meta.geometry.dtype) for rows in _rows(reader, layer)):
+            raise NonFiniteError(
+                f"cache {reservation.key}: layer {layer} holds a NaN or an infinity; do not store it, recompute it"
+            )
     return VerifiedRecord(reader.meta, reservation.extent, reader.generation)
+
+
+def _rows(reader: RecordReader, layer: int) -> list[StorageBits]:
+    """The values that a layer stores. Raises CorruptError unless a mirror's run table makes sense."""
+    if reader.meta.kind is CacheKind.MIRROR:
+        return reader.mirror(layer)[1]
+    return [reader.section(layer).view(BITS_OF_ELEMENT[reader.meta.geometry.element_bytes])]
+
+
+def _is_finite(rows: StorageBits, dtype: str) -> bool:
+    """Is no value a NaN or an infinity? Two maxima, without a copy: signed for values above 0, unsigned for below.
+
+    Of a 16 MiB record 0.32 ms after the checksum's 0.27 ms; numpy lets go of the GIL.
+    """
+    largest, flat = _LARGEST_FINITE[dtype], rows.reshape(-1)
+    sign, step = 1 << (8 * flat.itemsize - 1), FINITE_CHUNK_BYTES // flat.itemsize
+    for start in range(0, len(flat), step):
+        chunk = flat[start : start + step]
+        above, below = np.maximum.reduce(chunk.view(_SIGNED[flat.itemsize])), np.maximum.reduce(chunk)
+        if above > largest or below > largest | sign:
+            return False
+    return True
 
 
 def _check_meta(reservation: Reservation, meta: CacheMeta, record_bytes: int) -> None:
@@ -248,5 +294,10 @@ def _check_meta(reservation: Reservation, meta: CacheMeta, record_bytes: int) ->
         raise InvalidInputError(f"cache {key}: {record_bytes} bytes written, {reservation.extent.length} reserved")
     if not 0 < meta.tokens <= SEGMENT_TOKENS_MAX or meta.position + meta.tokens > POSITION_MAX:
         raise TokenCountError(f"cache {key}: {meta.tokens} tokens at {meta.position} are out of range")
+    if meta.position + meta.tokens > space.end_max:
+        raise InvalidInputError(
+            f"cache {key}: {meta.tokens} tokens at {meta.position} turn past {ANGLE_MAX:.0f} radians and could not be "
+            f"moved exactly; store it nearer to position 0, with its last token before {space.end_max}"
+        )
     if meta.master != reservation.reference:
         raise InvalidInputError(f"cache {key}: its record names another master than was reserved")

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Protocol, TypeVar
 
 T = TypeVar("T")
@@ -30,12 +31,19 @@ class ThreadWorker:
         try:
             return await asyncio.shield(future)
         except asyncio.CancelledError:
-            await asyncio.wait([future])  # the thread still reads an extent that our caller would now free
+            await _until_done(future)  # the thread still reads an extent that our caller would now free
             raise
 
     def close(self) -> None:
         """See Worker."""
         self._pool.shutdown(wait=True)
+
+
+async def _until_done(future: "asyncio.Future[T]") -> None:
+    """Wait, however often the waiting task is cancelled; it is a thread that ends this, not its caller."""
+    while not future.done():
+        with suppress(asyncio.CancelledError):
+            await asyncio.wait([future])
 
 
 class InlineWorker:

@@ -12,7 +12,10 @@ if TYPE_CHECKING:
 
 
 class HostDocument(TypedDict):
-    """The host tier. ``used_bytes`` includes rounding and what is being written, ``record_bytes`` is records only."""
+    """The host tier. ``used_bytes`` includes rounding and what is being written.
+
+    ``record_bytes``: records only, of hidden caches too. ``unpublished_bytes``: reserved, verified or being folded.
+    """
 
     capacity_bytes: int
     used_bytes: int
@@ -29,7 +32,10 @@ class KindDocument(TypedDict):
 
 
 class CachesDocument(TypedDict):
-    """What is held. ``dense_bytes``: what the published caches stand for; ``ratio``: that over their record bytes."""
+    """What is held. ``dense_bytes``: what the published caches stand for; ``ratio``: that over their record bytes.
+
+    ``namespaces``: those with a cache, a reservation or an open session.
+    """
 
     master: KindDocument
     mirror: KindDocument
@@ -95,6 +101,7 @@ class HandlesDocument(TypedDict):
     leases_granted: int
     leases_expired: int
     reservations: int
+    reservations_expired: int
 
 
 class NodeDocument(TypedDict):
@@ -216,4 +223,5 @@ def _handles(node: "Node") -> HandlesDocument:
         "leases_granted": counters.leases_granted,
         "leases_expired": counters.leases_expired,
         "reservations": len(node.store.open),
+        "reservations_expired": counters.reservations_expired,
     }

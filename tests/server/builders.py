@@ -406,7 +406,9 @@ def _check_holds(node: Node, everything: Sequence[Cache]) -> None:
     for cache in everything:
         assert cache.holds == holds.pop(cache, 0)
     assert not holds, "something is held that is not there"
-    assert set(node.catalog.idle) == {cache for cache in everything if cache.master is None and not cache.holds}
+    heads = {cache for cache in everything if cache.master is None}
+    assert set(node.catalog.idle) == {cache for cache in heads if not cache.holds}
+    assert set(node.catalog.held) == {cache for cache in heads if cache.holds}
 
 
 def _check_bytes(node: Node, published: Sequence[Cache]) -> None:
@@ -433,9 +435,9 @@ def _check_handles(node: Node) -> None:
     leases, reservations = node.leases.live, node.store.open
     sessions = node.sessions.open.values()
     assert {id_ for session in sessions for id_ in session.leases} == set(leases)
-    open_ones = {id_ for id_, one in reservations.items() if one.session.is_open}
+    open_ones = {id_ for id_, one in reservations.items() if node.sessions.open.get(one.session.id) is one.session}
     assert {id_ for session in sessions for id_ in session.reservations} == open_ones
-    assert all(one.is_abandoned for one in reservations.values() if not one.session.is_open)
+    assert all(one.is_abandoned for id_, one in reservations.items() if id_ not in open_ones)
     pending = {(space.namespace, *key) for space in node.catalog.spaces.values() for key in space.pending}
     assert pending == {(one.space.namespace, one.key.segment, one.key.context) for one in reservations.values()}
     asked = node.counters.lookups

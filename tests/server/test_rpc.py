@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -41,10 +42,11 @@ class Wire:
 
     def __init__(self, world: World, path: Path) -> None:
         self.world = world
+        self.address = f"unix:{path}"
         self.server = grpc.aio.server()
         add_to_server(world.calls, self.server)
-        self.server.add_insecure_port(f"unix:{path}")
-        self.channel = grpc.aio.insecure_channel(f"unix:{path}")
+        self.server.add_insecure_port(self.address)
+        self.channel = grpc.aio.insecure_channel(self.address)
         self.stub: Any = CacheServiceStub(self.channel)  # type: ignore[no-untyped-call]
 
     async def open(self) -> tuple[Any, wire.SessionRef]:
@@ -115,7 +117,6 @@ async def test_the_welcome_tells_all_a_client_needs(wired: Wire) -> None:
     assert list(welcome.namespaces) == [IDENTITY.namespace()]
     assert (welcome.arena.bytes, welcome.arena.data_socket) == (wired.world.arena.bytes, "/nowhere")
     assert welcome.limits.record_bytes_max == wired.world.node.tier.capacity_bytes
-    assert wired.world.node.is_session_open(welcome.session_id, EPOCH)
     assert wired.world.node.session_access(welcome.session_id, EPOCH) is True
     assert wired.world.node.session_access(welcome.session_id, EPOCH - 1) is None
     other = make_identity(tenant="other")
@@ -170,6 +171,13 @@ async def test_a_bad_identity_opens_no_session(wired: Wire) -> None:
     assert not wired.world.node.catalog.spaces
 
 
+async def test_a_clients_name_is_bounded(wired: Wire) -> None:
+    stream = wired.stub.OpenSession()
+    await stream.write(wire.SessionRequest(hello=wire.Hello(client_name="x" * 257)))
+    assert await failure(stream.read()) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "LIMIT")
+    assert not wired.world.node.sessions.open
+
+
 async def test_errors_come_with_their_code(wired: Wire) -> None:
     _, ref = await wired.open()
     unknown = wire.SessionRef(session_id=bytes(16), boot_epoch=EPOCH)
@@ -218,3 +226,47 @@ async def test_a_node_in_the_background_folds_and_expires(wired: Wire) -> None:
     await wired.stub.Lookup(wire.LookupRequest(session=ref, prompts=[query(META)]))
     world.clock.now_s += 31
     await wired.until(lambda: not world.node.leases.live)
+
+
+@pytest.mark.parametrize("ending", ["cancelled", "deadline"])
+async def test_what_was_reserved_is_taken_back_when_nobody_reads_the_reply(
+    wired: Wire, monkeypatch: pytest.MonkeyPatch, ending: str
+) -> None:
+    """The loop is busy while the client gives up, so the service hears of it only after the work."""
+    _, ref = await wired.open()
+    honest = Node.reserve
+    has_reserved, given_up = threading.Event(), threading.Event()
+
+    def slow(*args: Any) -> Any:
+        reservation = honest(*args)
+        has_reserved.set()
+        assert given_up.wait(10)
+        threading.Event().wait(0.05)  # the cancellation comes through a socket; there is no event for its arrival
+        return reservation
+
+    monkeypatch.setattr(Node, "reserve", slow)
+    item = wire.ReserveItem(namespace=META.namespace, key=encode_key(META.key), record_bytes=4096)
+    request = wire.ReserveRequest(session=ref, items=[item])
+    client = threading.Thread(target=give_up, args=(wired.address, request, ending, has_reserved, given_up))
+    client.start()
+    await wired.until(lambda: not client.is_alive())
+    await wired.until(lambda: wired.world.node.counters.reserved == 1)
+    monkeypatch.undo()
+    await wired.until(lambda: not wired.world.node.store.open)
+    assert (await wired.stub.Reserve(request)).outcomes[0].WhichOneof("outcome") == "reserved"
+
+
+def give_up(
+    address: str, request: wire.ReserveRequest, ending: str, has_reserved: threading.Event, given_up: threading.Event
+) -> None:
+    """A client, in a thread of its own, that does not wait for the answer."""
+    with grpc.insecure_channel(address) as channel:
+        stub: Any = CacheServiceStub(channel)  # type: ignore[no-untyped-call]
+        call = stub.Reserve.future(request, timeout=0.5 if ending == "deadline" else 10)
+        assert has_reserved.wait(10)
+        if ending == "cancelled":
+            call.cancel()
+        try:
+            call.result()
+        except (grpc.RpcError, grpc.FutureCancelledError):
+            given_up.set()

@@ -377,3 +377,57 @@ async def test_reservations_of_a_session_are_bounded() -> None:
     with pytest.raises(LimitError):
         await client.call("Reserve", wire.ReserveRequest(items=[wire.ReserveItem()] * 4))
     world.check()
+
+
+# Limits of messages
+
+
+async def test_commits_and_aborts_are_bounded_like_reserves() -> None:
+    client = World(limits=NodeLimits(reserve_items_max=2)).client()
+    with pytest.raises(LimitError, match="limit is 2"):
+        await client.call("Commit", wire.CommitRequest(items=[wire.CommitItem(reservation_id=9)] * 3))
+    with pytest.raises(LimitError, match="limit is 2"):
+        await client.call("Abort", wire.AbortRequest(reservation_ids=[9, 9, 9]))
+
+
+# Reservations that nobody knows of
+
+
+async def test_a_reservation_that_is_never_committed_runs_out() -> None:
+    world = World(limits=NodeLimits(reservation_ttl_s=20.0))
+    client = world.client()
+    reservation, checksum = await client.begin(META, make_planes())
+    world.clock.now_s += 19.9
+    world.node.expire()
+    assert (await client.reserve(META, 4096)).exists
+    world.clock.now_s += 0.1
+    world.node.expire()
+    assert world.is_empty_handed()
+    assert world.node.counters.reservations_expired == 1
+    assert (await client.commit(reservation, checksum)).error.code == "NOT_OWNED"
+    assert (await client.reserve(META, 4096)).WhichOneof("outcome") == "reserved"
+    world.check()
+
+
+async def test_a_reserve_frees_what_has_run_out_first() -> None:
+    world = World(limits=NodeLimits(reservation_ttl_s=20.0))
+    client = world.client()
+    await client.begin(META, make_planes())
+    world.clock.now_s += 20.0
+    assert (await client.reserve(META, 4096)).WhichOneof("outcome") == "reserved"
+
+
+async def test_a_reservation_that_is_being_verified_does_not_run_out() -> None:
+    worker = GatedWorker()
+    world = World(worker=worker, limits=NodeLimits(reservation_ttl_s=20.0))
+    client = world.client()
+    begun = await client.begin(META, make_planes())
+    await client.begin(make_meta(IDENTITY, "idle"), make_planes())
+    commit = asyncio.create_task(client.commit(*begun))
+    await until_parked(worker)
+    world.clock.now_s += 21.0
+    world.node.expire()
+    assert list(world.node.store.open) == [begun[0]], "the one behind it goes all the same"
+    worker.release()
+    assert not (await commit).error.code
+    world.check()

@@ -37,3 +37,27 @@ async def test_a_cancelled_run_is_over_only_when_the_thread_is() -> None:
         await run
     assert ended.is_set()
     worker.close()
+
+
+async def test_a_run_cancelled_twice_is_over_only_when_the_thread_is() -> None:
+    worker, started, may_end, ended = ThreadWorker(1), threading.Event(), threading.Event(), threading.Event()
+
+    def work() -> None:
+        started.set()
+        may_end.wait(10)
+        ended.set()
+
+    run = asyncio.create_task(worker.run(work))
+    while not started.is_set():  # noqa: ASYNC110  the event is a thread's
+        await asyncio.sleep(0)
+    for _ in range(2):
+        run.cancel()
+        for _ in range(10):
+            await asyncio.sleep(0)
+    is_over_early = run.done()
+    may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await run
+    worker.close()
+    assert not is_over_early
+    assert ended.is_set()
