@@ -15,8 +15,6 @@ class NodeLimits:
     """Bounds of queues, loops, messages and waits.
 
     ``reserve_items_max``: items of one Reserve, Commit or Abort.
-    ``reservation_ttl_s``: how long an extent may be written to. Then it is taken back, for its reply may have been lost
-    and nobody know of it; a slower writer must not touch it any more.
     ``lookup_segments_max``: segments of one Lookup. ``lookup_slice``: segments answered before other calls get a turn.
     ``candidates_max``: members of a family that are ranked for a shifted use, the most recently used ones.
     ``masters_tried_max``: masters that a dense cache is compared with before it is folded.
@@ -31,7 +29,6 @@ class NodeLimits:
     identities_per_session_max: int = 256
     leases_per_session_max: int = 65536
     reservations_per_session_max: int = 65536
-    reservation_ttl_s: float = 300.0
     lease_ttl_s: float = 30.0
     lease_ttl_s_max: float = LEASE_TTL_S_MAX
     candidates_max: int = 64

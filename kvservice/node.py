@@ -114,10 +114,8 @@ class Node:
         return count
 
     def expire(self) -> None:
-        """End the leases and free the reservations whose time has come."""
-        now_s = self._clock()
-        self.leases.expire(now_s)
-        self.store.expire(now_s)
+        """End the leases whose time has come."""
+        self.leases.expire(self._clock())
 
     # Sessions
 
@@ -194,7 +192,7 @@ class Node:
     def reserve(self, session: Session, request: WriteRequest) -> Reservation | None:
         """An extent for one record; None if its key exists. Raises KVServiceError for this one."""
         try:
-            return self.store.reserve(session, request, self._clock())
+            return self.store.reserve(session, request)
         except KVServiceError as error:
             self.counters.reserves_refused[error.code] += 1
             raise

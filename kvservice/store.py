@@ -6,7 +6,6 @@ its extent it is only marked, and its bytes go when the worker is done.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -52,8 +51,9 @@ class WriteRequest:
 
 @dataclass(slots=True, eq=False)
 class Reservation:
-    """An extent that a session may write, until ``deadline_s`` on the node's clock.
+    """An extent that a session may write, until it commits, aborts or ends.
 
+    It never runs out by the clock: a writer that was stopped for a while would then write into bytes of others.
     ``master`` is held from here to the end, so that a mirror never dangles.
     """
 
@@ -64,7 +64,6 @@ class Reservation:
     extent: Extent
     reference: MasterReference | None
     master: Cache | None
-    deadline_s: float
     is_verifying: bool = False
     is_abandoned: bool = False
 
@@ -89,7 +88,7 @@ class Store:
         self._counters = counters
         self._next_id = 1
 
-    def reserve(self, session: Session, request: WriteRequest, now_s: float) -> Reservation | None:
+    def reserve(self, session: Session, request: WriteRequest) -> Reservation | None:
         """An extent to write the record to; None if the key is published or being written.
 
         Raises KVServiceError for this one record; nothing was changed then, but for groups evicted to make room.
@@ -106,7 +105,7 @@ class Store:
             limit = self._limits.reservations_per_session_max
             raise LimitError(f"a session may have {limit} reservations; commit or abort some")
         master = self._master_of(space, request)
-        return self._open(session, space, request, master, now_s + self._limits.reservation_ttl_s)
+        return self._open(session, space, request, master)
 
     def _master_of(self, space: Space, request: WriteRequest) -> Cache | None:
         if request.master is None:
@@ -119,9 +118,7 @@ class Store:
             )
         return master
 
-    def _open(
-        self, session: Session, space: Space, request: WriteRequest, master: Cache | None, deadline_s: float
-    ) -> Reservation:
+    def _open(self, session: Session, space: Space, request: WriteRequest, master: Cache | None) -> Reservation:
         if master is not None:
             self._catalog.hold(master)
         try:
@@ -131,7 +128,7 @@ class Store:
                 self._catalog.unhold(master)
             raise
         id_, self._next_id = self._next_id, self._next_id + 1
-        reservation = Reservation(id_, session, space, request.key, extent, request.master, master, deadline_s)
+        reservation = Reservation(id_, session, space, request.key, extent, request.master, master)
         self.open[id_] = reservation
         session.reservations.add(id_)
         space.pending.add((request.key.segment, request.key.context))
@@ -213,13 +210,6 @@ class Store:
             self.drop(reservation)
         self._counters.aborted += len(idle)
         return len(idle)
-
-    def expire(self, now_s: float) -> None:
-        """Free reservations whose time has come, but for those under commit. Nobody may know of them any more."""
-        past = takewhile(lambda one: one.deadline_s <= now_s, self.open.values())  # all have one time to live
-        for reservation in [one for one in past if not one.is_verifying]:
-            self.drop(reservation)
-            self._counters.reservations_expired += 1
 
     def abandon_all(self, session: Session) -> None:
         """The session ended: free what it reserved, at once or when the worker that reads it is done."""

@@ -57,7 +57,6 @@ class Counters:
     published_bytes: int = 0
     commits_refused: Counter[str] = field(default_factory=Counter)
     aborted: int = 0
-    reservations_expired: int = 0
     evicted_groups: int = 0
     evicted_caches: int = 0
     evicted_bytes: int = 0

@@ -101,7 +101,6 @@ class HandlesDocument(TypedDict):
     leases_granted: int
     leases_expired: int
     reservations: int
-    reservations_expired: int
 
 
 class NodeDocument(TypedDict):
@@ -223,5 +222,4 @@ def _handles(node: "Node") -> HandlesDocument:
         "leases_granted": counters.leases_granted,
         "leases_expired": counters.leases_expired,
         "reservations": len(node.store.open),
-        "reservations_expired": counters.reservations_expired,
     }

@@ -87,6 +87,5 @@ METRICS = (
     _counter("leases_granted", "Leases granted.", "handles", "leases_granted"),
     _counter("leases_expired", "Leases that ran out.", "handles", "leases_expired"),
     _gauge("reservations", "Reservations open.", "handles", "reservations"),
-    _counter("reservations_expired", "Reservations that ran out, uncommitted.", "handles", "reservations_expired"),
     _counter("corrupt", "Checksums that did not match their bytes.", "corrupt"),
 )

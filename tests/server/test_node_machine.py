@@ -13,7 +13,6 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvservice.limits import NodeLimits
 from kvservice.model.cache import CacheMeta, MasterReference
 from kvservice.model.errors import KVServiceError
 from kvservice.model.plan import Match
@@ -74,8 +73,7 @@ class NodeMachine(RuleBasedStateMachine):
         self.clients.append(self.world.client())
 
     async def _make_world(self) -> World:
-        limits = NodeLimits(reservation_ttl_s=TTL_S)  # of reservations, only nonsense is left to run out
-        return World(arena_bytes=ARENA_BYTES, worker=self.worker, limits=limits)
+        return World(arena_bytes=ARENA_BYTES, worker=self.worker)
 
     def run(self, call: Any) -> Any:
         """Run a call that needs no worker to its end."""
