@@ -231,7 +231,11 @@ class Session:
         return view
 
     def write_view(self, extent: wire.Extent) -> Arena:
-        """The reserved bytes of ``extent``, in the arena."""
+        """The reserved bytes of ``extent``, in the arena.
+
+        Raises UnavailableError when the session is lost: they may be another's by now.
+        """
+        self._transport.arena()
         return self._slice(extent.offset, extent.length)
 
     def _open(self) -> None:

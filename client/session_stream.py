@@ -54,7 +54,7 @@ class SessionStream:
 
     def call(self, name: str, request: Message, timeout_s: float = CALL_TIMEOUT_S) -> Any:
         """The reply to one call."""
-        self._check_open()
+        self.check_open()
         try:
             return getattr(self._stub, name)(request, timeout=timeout_s)
         except grpc.RpcError as error:
@@ -74,7 +74,7 @@ class SessionStream:
 
     def _ask(self, request: SessionRequest) -> SessionReply:
         with self._asking:  # replies carry no number: one question at a time
-            self._check_open()
+            self.check_open()
             self._requests.put(request)
             try:
                 reply = self._replies.get(timeout=OPEN_TIMEOUT_S)
@@ -85,7 +85,8 @@ class SessionStream:
             raise reply
         return reply
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raise UnavailableError if the stream has ended: the node has freed all that the session held."""
         if self._lost is not None:
             raise UnavailableError(f"{self._lost}") from self._lost
 

@@ -57,8 +57,11 @@ class SharedMemoryTransport:
         return self._open_stream().call(name, request, timeout_s)
 
     def arena(self) -> Arena:
-        """The mapped arena. Views of it stay valid, though not their contents, after the session has ended."""
-        self._open_stream()
+        """The mapped arena. Views of it stay valid, though not their contents, after the session has ended.
+
+        Raises UnavailableError when it has.
+        """
+        self._open_stream().check_open()
         assert self._arena is not None
         return self._arena
 

@@ -185,7 +185,7 @@ def test_a_connection_closed_right_before_a_call_is_unavailable(
         transport = client.session._transport
         assert isinstance(transport, SharedMemoryTransport)
         stream = transport._open_stream()
-        monkeypatch.setattr(stream, "_check_open", stream._channel.close)  # another thread's reconnect, after the check
+        monkeypatch.setattr(stream, "check_open", stream._channel.close)  # another thread's reconnect, after the check
         with pytest.raises(UnavailableError, match="open a new session"):
             client.stats()
         client.reconnect()
@@ -198,6 +198,19 @@ def test_an_identity_that_the_node_refuses_is_named(service: Service) -> None:
         transport.open_session(wire.Hello(identities=["{}"]))
     with pytest.raises(UnavailableError, match="open one first"):
         transport.call("Stats", wire.StatsRequest())
+
+
+def test_a_lost_session_does_not_hand_out_bytes_to_write(tmp_path: Path) -> None:
+    """What it had reserved may be another's by now."""
+    settings = make_settings(tmp_path)
+    with Service(settings):
+        client = Client.connect(f"unix:{settings.socket}", IDENTITY)
+        assert len(client.session.write_view(wire.Extent(offset=0, length=64))) == 64
+    with pytest.raises(UnavailableError, match="open a new session"):
+        client.lookup([PROMPT])
+    with pytest.raises(UnavailableError, match="open a new session"):
+        client.session.write_view(wire.Extent(offset=0, length=64))
+    client.close()
 
 
 def test_a_lost_session_says_so_and_a_new_one_works(tmp_path: Path) -> None:
