@@ -80,7 +80,11 @@ def _stats(parsed: argparse.Namespace) -> int:
 
 
 def _demo(parsed: argparse.Namespace) -> int:
-    from kvservice.client.demo.run import DemoSettings, run_demo
+    try:
+        from kvservice.client.demo.run import DemoSettings, run_demo
+    except ModuleNotFoundError as error:
+        print(f"kvservice: the demo needs {error.name}: pip install 'kvservice[demo]'", file=sys.stderr)
+        return 1
 
     settings = DemoSettings(
         agents=parsed.agents, ratio=parsed.ratio, is_tiny=parsed.tiny, output=parsed.output, cache=parsed.cache

@@ -52,3 +52,10 @@ def test_too_many_agents_are_refused_with_the_limit(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, cwd=tmp_path)
     assert done.returncode == 1
     assert "parts for 2 to 8" in done.stderr
+
+
+def test_a_node_without_torch_says_what_the_demo_needs() -> None:
+    script = "import sys; sys.modules['torch'] = None; from kvservice.__main__ import main; sys.exit(main(['demo']))"
+    done = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 1
+    assert "the demo needs torch: pip install 'kvservice[demo]'" in done.stderr
