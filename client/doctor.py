@@ -18,9 +18,10 @@ from kvservice.model.errors import KVServiceError, UnavailableError
 from kvservice.model.geometry import attention_geometry
 from kvservice.model.identity import Identity
 from kvservice.model.rope import rope_from_parameters
+from kvservice.wire.v1 import cache_pb2
 
 HEALTH_TIMEOUT_S = 5.0
-SERVICE_NAME = "kvservice.wire.v1.CacheService"
+SERVICE_NAME = cache_pb2.DESCRIPTOR.services_by_name["CacheService"].full_name
 TOKENS, LAYERS, HEADS, HEAD_SIZE, BLOCK_SIZE, BLOCKS = 48, 2, 2, 32, 16, 16
 MOVED_BY = 5
 REFRESHED_ROWS = (7, 8, 30)

@@ -131,7 +131,7 @@ class NodeServers:
     async def _start_http(self) -> int:
         if self._settings.http_port < 0:
             return 0
-        self._http = web.AppRunner(build_http(self._node.stats_document, lambda: True), access_log=None)
+        self._http = web.AppRunner(build_http(self._node.stats_document), access_log=None)
         await self._http.setup()
         site = web.TCPSite(self._http, self._settings.host, self._settings.http_port)
         await site.start()

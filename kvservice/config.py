@@ -9,7 +9,7 @@ import ipaddress
 import os
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -174,7 +174,6 @@ def user_cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvservice"
 
 
-def process_environment(changes: Mapping[str, str] | None = None, *, without: Sequence[str] = ()) -> dict[str, str]:
-    """The environment for a child process: this one's, with ``changes``, and ``without`` some names."""
-    kept = {name: value for name, value in os.environ.items() if name not in without}
-    return kept | dict(changes or {})
+def process_environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment for a child process: this one's, with ``changes``."""
+    return dict(os.environ) | dict(changes or {})

@@ -60,7 +60,8 @@ class Sessions:
     def register(self, session: Session, identities: Sequence[str]) -> list[Namespace]:
         """Namespaces of identities given as JSON, in order; all or none. The node computes them, not the client."""
         parsed = [identity_from_json(text) for text in identities]
-        found = {identity.namespace(): identity for identity in parsed}
+        namespaces = [identity.namespace() for identity in parsed]
+        found = dict(zip(namespaces, parsed, strict=True))
         new = found.keys() - session.spaces.keys()
         total, limit = len(session.spaces) + len(new), self._limits.identities_per_session_max
         if total > limit:
@@ -68,7 +69,7 @@ class Sessions:
         for namespace, identity in found.items():
             if namespace in new:
                 session.spaces[namespace] = self._catalog.open_space(identity)
-        return [identity.namespace() for identity in parsed]
+        return namespaces
 
     def require(self, id_: bytes, boot_epoch: int) -> Session:
         """The open session that a request names. Raises StaleEpochError or UnknownSessionError."""

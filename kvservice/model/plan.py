@@ -92,11 +92,6 @@ class PlannedSegment:
         """True if the segment can be restored."""
         return self.outcome is Outcome.HIT
 
-    @property
-    def read_bytes(self) -> int:
-        """Bytes that restoring it reads: the record's, and its master's."""
-        return sum(place.extent.length for place in (self.record, self.master) if place is not None)
-
 
 @dataclass(frozen=True, slots=True)
 class Plan:

@@ -36,14 +36,13 @@ def _family(spec: MetricSpec, samples: Iterable[tuple[tuple[str, ...], float]]) 
     return family
 
 
-def build_http(document: Callable[[], StatsDocument], is_ready: Callable[[], bool]) -> web.Application:
-    """The aiohttp application. ``document`` runs on the catalog's thread, which is also aiohttp's."""
+def build_http(document: Callable[[], StatsDocument]) -> web.Application:
+    """The aiohttp application of a node that serves. ``document`` runs on the catalog's thread, which is aiohttp's."""
     registry = CollectorRegistry()
     registry.register(DocumentCollector(document))
 
     async def healthz(_: web.Request) -> web.Response:
-        ready = is_ready()
-        return web.json_response({"status": "ok" if ready else "starting"}, status=200 if ready else 503)
+        return web.json_response({"status": "ok"})
 
     async def metrics(_: web.Request) -> web.Response:
         return web.Response(body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
