@@ -90,6 +90,18 @@ class RecordTooLargeError(CapacityError):
     code = "RECORD_TOO_LARGE"
 
 
+class DiskError(KVServiceError):
+    """The operating system refused to read, write or change a file of the SSD tier. Names the file and the reason."""
+
+    code = "DISK"
+
+
+class DiskFullError(DiskError):
+    """The file system, or the quota on it, has no room left (ENOSPC, EDQUOT)."""
+
+    code = "DISK_FULL"
+
+
 class LimitError(KVServiceError):
     """A named limit of the service was reached."""
 
