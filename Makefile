@@ -31,7 +31,7 @@ check: setup
 
 proto: setup
 	$(RUN)python -m grpc_tools.protoc -I proto --python_out=. --pyi_out=. --grpc_python_out=. proto/kvservice/wire/v1/*.proto
-	rm -f kvservice/wire/v1/record_pb2_grpc.py
+	rm -f kvservice/wire/v1/record_pb2_grpc.py kvservice/wire/v1/ssd_pb2_grpc.py
 
 bench: setup
 	for question in restore transport catalog; do $(RUN)python bench/$$question.py || exit 1; done

@@ -21,7 +21,7 @@ from typing import Any
 import grpc.aio
 
 from kvservice.calls import CacheCalls
-from kvservice.catalog import Space, VerifiedRecord
+from kvservice.caches import Space, VerifiedRecord
 from kvservice.limits import NodeLimits
 from kvservice.model.cache import CacheMeta, Extent
 from kvservice.model.geometry import attention_geometry

@@ -4,7 +4,7 @@ Importable without torch: tools that only look need no engine.
 """
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -21,7 +21,8 @@ from kvservice.model.errors import (
 )
 from kvservice.model.identity import Identity, Namespace
 from kvservice.model.lease import BootEpoch, Lease, LeaseId, SessionId
-from kvservice.model.plan import Location
+from kvservice.model.plan import Location, Outcome
+from kvservice.model.segment import CacheKey
 from kvservice.wire.v1 import cache_pb2 as wire
 
 LEASE_TTL_S = 30.0
@@ -219,6 +220,25 @@ class Session:
         """Delete caches; returns how many there were."""
         request.session.CopyFrom(self._reference())
         return self._call("Delete", request, wire.DeleteReply).deleted
+
+    def await_arrivals(self, lease: Lease, known: Mapping[int, int]) -> Sequence[wire.Arrival]:
+        """How much of the lease's records that were on SSD is in the arena, once it is more than ``known``.
+
+        ``known``: layers by the offset of a record's extent. Returns without news after some seconds. Raises
+        LeaseExpiredError when the lease is over.
+        """
+        request = wire.AwaitRequest(session=self._reference(), lease_id=lease.id)
+        request.known.extend(wire.Arrival(offset=offset, layers=layers) for offset, layers in known.items())
+        return self._call("Await", request, wire.AwaitReply).arrivals
+
+    def verify(self, namespace: Namespace, keys: Sequence[CacheKey]) -> list[Outcome]:
+        """Have the node look at the bytes of caches: HIT if intact, CORRUPT if not (it then never answers again)."""
+        outcomes: list[Outcome] = []
+        for batch in self._batches(keys):
+            request = wire.VerifyRequest(session=self._reference(), namespace=namespace)
+            request.keys.extend(wire.CacheKey(segment=key.segment, context=key.context) for key in batch)
+            outcomes += map(Outcome, self._call("Verify", request, wire.VerifyReply).outcomes)
+        return outcomes
 
     def stats_json(self) -> str:
         """The node's figures, the same document as GET /stats."""

@@ -1,8 +1,8 @@
 """Room for records: extents of the host tier, made by evicting groups where none is free. State only."""
 
-from itertools import islice
 from operator import attrgetter
 
+from kvservice.caches import Cache
 from kvservice.catalog import Catalog
 from kvservice.limits import NodeLimits
 from kvservice.model.cache import Extent
@@ -46,8 +46,27 @@ class Allocation:
         self.unpublished_bytes += length
         return extent
 
+    def take_for_load(self, cache: Cache) -> Extent | None:
+        """An extent for a record that a lookup found on SSD; None if leases leave no room.
+
+        Where the tier is full, only groups worth less make room for it; otherwise it goes through the staging area,
+        and, if that is full too, groups worth more do: a find is kept, but it must not wash out what is worth more.
+        """
+        length, orders = cache.record_bytes, self._catalog.orders
+        extent = self.tier.reserve(length)
+        while extent is None and orders.host_yields_to(cache) and self._evict_one():
+            extent = self.tier.reserve(length)
+        extent = extent or self.tier.reserve_staging(length)
+        if extent is not None:
+            return extent
+        try:
+            self._require_gap(length)
+            return self._evict_until_it_fits(length)
+        except CapacityError:
+            return None
+
     def _require_gap(self, length: int) -> None:
-        oldest = islice(self._catalog.idle, GAPS_GUESSED_MAX)
+        oldest = self._catalog.orders.host.first(GAPS_GUESSED_MAX)
         if any(self._taken(head.record_bytes) >= self._taken(length) for head in oldest):
             return  # the usual case, records of about one size: that record's own place will do
         longest = self.longest_stretch()
@@ -72,11 +91,8 @@ class Allocation:
     def _evict_until_it_fits(self, length: int) -> Extent:
         limit = self._limits.evictions_per_reserve_max
         for count in range(limit):
-            evicted = self._catalog.evict_oldest()
-            assert evicted is not None, f"all that may go is gone after {count} groups, and the gap is not there"
-            self._counters.evicted_groups += 1
-            self._counters.evicted_caches += evicted.caches
-            self._counters.evicted_bytes += evicted.record_bytes
+            is_gone = self._evict_one()
+            assert is_gone, f"all that may go is gone after {count} groups, and the gap is not there"
             extent = self.tier.reserve(length)
             if extent is not None:
                 return extent
@@ -84,6 +100,12 @@ class Allocation:
             f"no room for {length} bytes after evicting {limit} group{'s' * (limit != 1)}, the limit of one "
             "reservation; retry, or cut the segment"
         )
+
+    def _evict_one(self) -> bool:
+        evicted = self._catalog.evict_host()
+        if evicted is not None:
+            self._counters.host_evictions.count(evicted.caches, evicted.record_bytes, evicted.lost)
+        return evicted is not None
 
     def hand_over(self, extent: Extent) -> None:
         """The extent now belongs to a published cache."""

@@ -9,7 +9,6 @@ import logging
 import os
 import signal
 import threading
-import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -23,20 +22,19 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from kvservice.building import build_node
 from kvservice.calls import CacheCalls
 from kvservice.config import Settings
 from kvservice.data_socket import DataSocket, remove_stale_socket
 from kvservice.model.limits import GRPC_OPTIONS
-from kvservice.node import Node, NodeLimits
 from kvservice.rpc import add_to_server
 from kvservice.stats.http import build_http
-from kvservice.storage.arena import Arena
-from kvservice.storage.host_tier import HostTier
 from kvservice.wire.v1 import cache_pb2
 
 SERVICE_NAME = cache_pb2.DESCRIPTOR.services_by_name["CacheService"].full_name
 STOP_GRACE_S = 2.0
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 600.0
+"""Recovering 1 TiB from headers alone takes minutes."""
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
@@ -51,31 +49,13 @@ class Addresses:
     http_port: int
 
 
-def build_node(settings: Settings, data_socket: str, *, owns_process: bool = False) -> tuple[Node, Arena]:
-    """A node and the arena it stands on. The boot epoch is the start time, so it rises with every start.
-
-    ``owns_process``: the node may tune the process's garbage collector.
-    """
-    arena = Arena(settings.host_bytes, is_prefaulted=settings.is_prefaulted)
-    limits = NodeLimits(sessions_max=settings.sessions_max, lease_ttl_s=settings.lease_ttl_s)
-    node = Node(
-        limits,
-        HostTier(arena),
-        clock=time.monotonic,
-        boot_epoch=time.time_ns(),
-        data_socket=data_socket,
-        worker_threads=settings.worker_threads,
-        owns_process=owns_process,
-    )
-    return node, arena
-
-
 class NodeServers:
     """All servers of one node, on the running loop."""
 
     def __init__(self, settings: Settings, *, owns_process: bool = False) -> None:
         self._settings = settings
-        self._node, self._arena = build_node(settings, str(settings.data_socket_path), owns_process=owns_process)
+        self._built = build_node(settings, str(settings.data_socket_path), owns_process=owns_process)
+        self._node, self._arena = self._built.node, self._built.arena
         self._data = DataSocket(
             settings.data_socket_path, self._arena.bytes, self._node.session_access, self._open_descriptor
         )
@@ -108,7 +88,7 @@ class NodeServers:
             await self._http.cleanup()
         await self._data.stop()
         await self._node.stop()
-        self._arena.close()
+        self._built.close()
 
     async def _start_grpc(self) -> int:
         add_to_server(CacheCalls(self._node), self._grpc)
@@ -219,7 +199,8 @@ class LocalNode:
         self._settings = settings
 
     def __enter__(self) -> Self:
-        self._node, self._arena = build_node(self._settings, "")
+        self._built = build_node(self._settings, "")
+        self._node, self._arena = self._built.node, self._built.arena
         self._calls = CacheCalls(self._node)
         self._thread = LoopThread("kvservice-local")
         self._thread.run(_on_loop(self._node.start))
@@ -230,7 +211,7 @@ class LocalNode:
     ) -> None:
         self._thread.run(self._node.stop())
         self._thread.close()
-        self._arena.close()
+        self._built.close()
 
     @property
     def arena(self) -> np.ndarray:

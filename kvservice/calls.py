@@ -6,21 +6,23 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from kvservice import __version__
-from kvservice.catalog import Cache
+from kvservice.caches import Cache
 from kvservice.leases import Grant
 from kvservice.lookup import Finding, marks_behind
 from kvservice.model.cache import MasterReference, Tier
 from kvservice.model.errors import InvalidInputError, KVServiceError, LeaseExpiredError, LimitError
 from kvservice.model.identity import Namespace
 from kvservice.model.lease import SessionId
-from kvservice.model.plan import Outcome
+from kvservice.model.plan import MissReason, Outcome
 from kvservice.model.segment import CacheKey, ContextId, SegmentId
 from kvservice.node import Node
+from kvservice.promotion import Load
 from kvservice.sessions import Session
 from kvservice.store import Reservation, WriteRequest
 from kvservice.wire.v1 import cache_pb2 as wire
 
-HIT, MISS, HOST = int(Outcome.HIT), int(Outcome.MISS), int(Tier.HOST)
+HIT, MISS, CORRUPT = int(Outcome.HIT), int(Outcome.MISS), int(Outcome.CORRUPT)
+HOST, SSD = int(Tier.HOST), int(Tier.SSD)
 
 
 class CacheCalls:
@@ -30,6 +32,7 @@ class CacheCalls:
         self.node = node
         self._by_name: dict[str, Callable[[Any], Awaitable[Any]]] = {
             "Lookup": self.lookup,
+            "Await": self.await_loads,
             "Reserve": self.reserve,
             "Commit": self.commit,
             "Abort": self.abort,
@@ -37,6 +40,7 @@ class CacheCalls:
             "Renew": self.renew,
             "Release": self.release,
             "Delete": self.delete,
+            "Verify": self.verify,
             "Stats": self.stats,
         }
 
@@ -124,13 +128,22 @@ class CacheCalls:
 
     def _answer(self, session: Session, grant: Grant, prompt: wire.PromptQuery, reply: wire.PromptReply) -> None:
         node, space, marks = self.node, session.spaces.get(Namespace(prompt.namespace)), b""
+        arriving = node.catalog.arriving
         if space is not None:
             reply.pinned_reason = space.pinned_reason
         for asked in prompt.segments:
             segment = asked.segment
             finding = node.answer(space, SegmentId(segment), asked, marks, grant)
             marks = marks_behind(segment, marks)
-            _encode_finding(finding, reply.segments.add())
+            _encode_finding(finding, reply.segments.add(), arriving)
+
+    async def await_loads(self, request: wire.AwaitRequest) -> wire.AwaitReply:
+        """How much of a lease's records has arrived, once it is more than the caller knows or some seconds went by."""
+        session = self._session(request.session)
+        self._check_items("an await", len(request.known))
+        known = {one.offset: one.layers for one in request.known}
+        loads = await self.node.wait_for_loads(session, request.lease_id, known)
+        return wire.AwaitReply(arrivals=[_encode_arrival(load) for load in loads])
 
     # Writing
 
@@ -205,7 +218,14 @@ class CacheCalls:
     async def delete(self, request: wire.DeleteRequest) -> wire.DeleteReply:
         """Delete caches."""
         keys = [_decode_key(key) for key in request.keys]
-        return wire.DeleteReply(deleted=self.node.delete(self._session(request.session), keys, request.namespace))
+        return wire.DeleteReply(deleted=await self.node.delete(self._session(request.session), keys, request.namespace))
+
+    async def verify(self, request: wire.VerifyRequest) -> wire.VerifyReply:
+        """Look at the bytes of caches anew."""
+        session = self._session(request.session)
+        self._check_items("a verify", len(request.keys))
+        keys = [_decode_key(key) for key in request.keys]
+        return wire.VerifyReply(outcomes=await self.node.verify(session, request.namespace, keys))
 
     async def stats(self, _: wire.StatsRequest) -> wire.StatsReply:
         """The stats document."""
@@ -217,11 +237,16 @@ def encode_error(error: KVServiceError) -> wire.ItemError:
     return wire.ItemError(code=error.code, message=str(error))
 
 
-def _encode_finding(finding: Finding, reply: wire.SegmentReply) -> None:
+def _encode_arrival(load: Load) -> wire.Arrival:
+    error = None if load.error is None else encode_error(load.error)
+    return wire.Arrival(offset=load.offset, layers=load.layers, error=error)
+
+
+def _encode_finding(finding: Finding, reply: wire.SegmentReply, arriving: set[Cache]) -> None:
     cache = finding.cache
     reply.affinity = finding.affinity
     if cache is None:
-        reply.outcome = MISS
+        reply.outcome = CORRUPT if finding.miss_reason is MissReason.CORRUPT else MISS
         reply.miss_reason = finding.miss_reason
         return
     reply.outcome = HIT
@@ -229,14 +254,14 @@ def _encode_finding(finding: Finding, reply: wire.SegmentReply) -> None:
     reply.context = cache.context
     reply.provenance = cache.provenance
     reply.position = cache.position
-    _encode_location(cache, reply.record)
+    _encode_location(cache, reply.record, arriving)
     if cache.master is not None:
         reply.master_context = cache.master.context
-        _encode_location(cache.master, reply.master)
+        _encode_location(cache.master, reply.master, arriving)
 
 
-def _encode_location(cache: Cache, location: wire.Location) -> None:
-    location.tier = HOST
+def _encode_location(cache: Cache, location: wire.Location, arriving: set[Cache]) -> None:
+    location.tier = SSD if cache in arriving else HOST
     location.generation = cache.generation
     extent = location.extent
     extent.offset = cache.offset
@@ -264,4 +289,4 @@ def _decode_item(item: wire.ReserveItem) -> WriteRequest:
     master = None
     if item.master_context:
         master = MasterReference(ContextId(item.master_context), item.master_generation)
-    return WriteRequest(item.namespace, _decode_key(item.key), item.record_bytes, master)
+    return WriteRequest(item.namespace, _decode_key(item.key), item.record_bytes, master, item.prefill_s)

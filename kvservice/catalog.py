@@ -1,203 +1,85 @@
-"""What a node holds: spaces, families, caches, groups and how often each is held. State only, owned by one thread.
+"""What a node holds: spaces, families, caches, groups, where they lie and how often each is held.
 
-It does no I/O and reads no clock; extents that nobody needs any more go to the ``free`` it was given.
-A cache never changes what it says of itself: a fold publishes another one in its place and hides the old one.
+State only, owned by one thread: no I/O, no clock. Extents that nobody needs any more go to the ``Freed`` it was given.
 """
 
-import sys
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from operator import attrgetter
 from typing import NamedTuple
 
-from kvservice.limits import ANGLE_MAX
-from kvservice.model.cache import CacheKind, CacheMeta, Extent
-from kvservice.model.geometry import Geometry
+from kvservice.caches import NOWHERE, Cache, Family, Group, Space, VerifiedRecord, group_of
+from kvservice.model.cache import Extent
 from kvservice.model.identity import Identity, Namespace
-from kvservice.model.segment import CacheKey, ContextId, SegmentId
+from kvservice.model.segment import SegmentId
+from kvservice.orders import Hold, Orders
+from kvservice.storage.ssd_entry import SsdEntry
+from kvservice.superseded import Superseded
+from kvservice.totals import Totals
 
-POSITION_MAX = (1 << 32) - 1
-
-
-@dataclass(frozen=True, slots=True)
-class VerifiedRecord:
-    """A record whose bytes were checked: it may be published. Its extent is as long as the record."""
-
-    meta: CacheMeta
-    extent: Extent
-    generation: int
+Where = Callable[[Cache], bool]
+_on_host: Where = attrgetter("is_on_host")
+_on_ssd: Where = attrgetter("is_on_ssd")
 
 
 class Evicted(NamedTuple):
-    """What one eviction took."""
+    """What one eviction took from a tier. ``lost``: caches that were in no other tier."""
 
     caches: int
     record_bytes: int
+    lost: int
 
 
-class Space:
-    """One namespace: its identity, its families by segment id, the keys that are being written.
+@dataclass(frozen=True, slots=True)
+class Removal:
+    """A record on the slab, of ``cache`` or an old form of it, that nobody needs any more."""
 
-    ``sessions`` counts the sessions that registered it; a space without sessions, caches and writers is dropped.
-    ``end_max``: the position behind the last token that a cache in here may have.
-    """
-
-    __slots__ = (
-        "end_max", "families", "identity", "namespace", "pending", "pinned_reason", "sessions", "token_bytes",
-    )  # fmt: skip
-
-    def __init__(self, namespace: Namespace, identity: Identity) -> None:
-        self.namespace = namespace
-        self.identity = identity
-        self.pinned_reason = identity.pinned_reason
-        self.end_max = _end_max(identity)
-        self.token_bytes = identity.geometry.token_bytes
-        self.families: dict[SegmentId, Family] = {}
-        self.pending: set[tuple[SegmentId, ContextId]] = set()
-        self.sessions = 0
-
-    @property
-    def geometry(self) -> Geometry:
-        """Shape of every cache in here."""
-        return self.identity.geometry
-
-    def find(self, segment: SegmentId, context: ContextId) -> "Cache | None":
-        """The published cache of a key."""
-        family = self.families.get(segment)
-        return None if family is None else family.members.get(context)
+    cache: Cache
+    extent: Extent
 
 
-def _end_max(identity: Identity) -> int:
-    """No move between positions up to here turns past ANGLE_MAX: no distance is larger. Pinned caches never move."""
-    frequencies = () if identity.pinned_reason else (abs(one) for rope in identity.rope for one in rope.frequencies)
-    fastest = max(frequencies, default=0.0)
-    return POSITION_MAX if fastest * POSITION_MAX <= ANGLE_MAX else int(ANGLE_MAX / fastest)
+@dataclass(frozen=True, slots=True)
+class Freed:
+    """Where extents go that nobody needs. ``staging_offset``: host copies from here on go with their last hold."""
 
-
-class Family:
-    """All published caches of one segment by context id, least recently stored or used first."""
-
-    __slots__ = ("members", "segment", "space", "tokens")
-
-    def __init__(self, space: Space, segment: SegmentId, tokens: int) -> None:
-        self.space = space
-        self.segment = segment
-        self.tokens = tokens
-        self.members: dict[ContextId, Cache] = {}
-
-    def recent(self, count: int) -> "Iterator[Cache]":
-        """At most ``count`` members, the most recently used first."""
-        return islice(reversed(self.members.values()), count)
-
-    def masters(self, count: int) -> "list[Cache]":
-        """At most ``count`` published masters, the most recently used first."""
-        return list(islice((one for one in reversed(self.members.values()) if one.master is None), count))
-
-
-class Cache:
-    """One record and its place in its group: a master knows its mirrors, a mirror its master.
-
-    ``marks``: the segments before it, 8 bytes each, nearest first. ``holds``: leases, reservations and workers that
-    need its bytes; a held mirror holds its master too, so a group is held exactly when its master is.
-    """
-
-    __slots__ = (
-        "context", "family", "generation", "holds", "is_hidden", "marks", "master", "mirrors", "offset", "position",
-        "provenance", "record_bytes",
-    )  # fmt: skip
-
-    def __init__(self, family: Family, record: VerifiedRecord, master: "Cache | None") -> None:
-        meta = record.meta
-        self.family = family
-        self.context = meta.key.context
-        self.provenance = sys.intern(meta.provenance)
-        self.marks = b"".join(meta.preceding)
-        self.position = meta.position
-        self.offset = record.extent.offset
-        self.record_bytes = record.extent.length
-        self.generation = record.generation
-        self.master = master
-        self.mirrors: dict[Cache, None] | None = None
-        self.holds = 0
-        self.is_hidden = False
-
-    @property
-    def key(self) -> CacheKey:
-        """Its name inside its namespace."""
-        return CacheKey(self.family.segment, self.context)
-
-    @property
-    def kind(self) -> CacheKind:
-        """MASTER (dense) or MIRROR."""
-        return CacheKind.MASTER if self.master is None else CacheKind.MIRROR
-
-    @property
-    def extent(self) -> Extent:
-        """Where its record lies."""
-        return Extent(self.offset, self.record_bytes)
-
-    @property
-    def dense_bytes(self) -> int:
-        """Payload bytes that it stands for."""
-        return self.family.tokens * self.family.space.token_bytes
-
-
-@dataclass(slots=True)
-class Totals:
-    """Running sums over what is held; published caches unless they say hidden."""
-
-    masters: int = 0
-    mirrors: int = 0
-    master_bytes: int = 0
-    mirror_bytes: int = 0
-    dense_bytes: int = 0
-    hidden: int = 0
-    hidden_bytes: int = 0
-    families: int = 0
-    groups: int = 0
-    held_bytes: int = 0
-
-    def count(self, cache: Cache, sign: int) -> None:
-        """Add (1) or take away (-1) a published cache."""
-        if cache.master is None:
-            self.masters += sign
-            self.master_bytes += sign * cache.record_bytes
-        else:
-            self.mirrors += sign
-            self.mirror_bytes += sign * cache.record_bytes
-        self.dense_bytes += sign * cache.dense_bytes
-
-    def count_hidden(self, cache: Cache, sign: int) -> None:
-        """Add or take away a hidden cache."""
-        self.hidden += sign
-        self.hidden_bytes += sign * cache.record_bytes
+    host: Callable[[Extent], None]
+    ssd: Callable[[Removal], None]
+    staging_offset: int
 
 
 class Catalog:
     """The caches of a node, and the heads (masters) of its groups.
 
-    ``idle`` orders the groups that nobody holds by their last use; only they are evicted. ``held``: all others.
+    ``orders`` holds the groups that nobody holds, by tier; only they are evicted. ``held``: all other groups.
+    ``arriving``: caches whose host copy is not whole yet. ``condemned``: held caches whose host copy is wrong.
+    ``superseded``: what lies on the slab for a cache until its newer form does.
     """
 
-    def __init__(self, free: Callable[[Extent], None]) -> None:
+    def __init__(self, freed: Freed, orders: Orders) -> None:
         self.spaces: dict[Namespace, Space] = {}
         self.hidden: dict[Cache, None] = {}
-        # Not storage's LruOrder: 3.2 us and 146 bytes a group against 0.9 us and 81, and a lookup pays for every hit.
-        self.idle: OrderedDict[Cache, None] = OrderedDict()
-        self.held: dict[Cache, None] = {}
+        self.held: dict[Cache, Hold] = {}
+        self.superseded = Superseded()
+        self.condemned: set[Cache] = set()
+        self.arriving: set[Cache] = set()
+        self.orders = orders
         self.totals = Totals()
-        self._free = free
+        self._freed = freed
 
     # Spaces
 
     def open_space(self, identity: Identity) -> Space:
         """The space of an identity, for one more session."""
+        space = self.space_of(identity)
+        space.sessions += 1
+        return space
+
+    def space_of(self, identity: Identity) -> Space:
+        """The space of an identity, made if need be; it goes with ``drop_if_unused``."""
         namespace = identity.namespace()
         space = self.spaces.get(namespace)
         if space is None:
             space = self.spaces[namespace] = Space(namespace, identity)
-        space.sessions += 1
         return space
 
     def close_space(self, space: Space) -> None:
@@ -214,51 +96,92 @@ class Catalog:
 
     def publish(self, space: Space, record: VerifiedRecord, master: Cache | None = None) -> Cache:
         """Make a verified record visible: at the head of a group of its own, or as a mirror of ``master``."""
-        key = record.meta.key
-        family = space.families.get(key.segment)
-        if family is None:
-            family = space.families[key.segment] = Family(space, key.segment, record.meta.tokens)
-            self.totals.families += 1
-        assert key.context not in family.members, "the first writer wins; who publishes has looked"
-        cache = Cache(family, record, master)
-        family.members[key.context] = cache
-        self.totals.count(cache, 1)
+        cache = Cache(self._family(space, record.meta.key.segment, record.meta.tokens), record.meta,
+                      record.extent.length, record.generation, record.prefill_s)  # fmt: skip
+        self._show(cache)
         self._join_group(cache, master)
+        self.set_host(cache, record.extent.offset)
+        if master is not None and not master.holds:
+            self.orders.renew(master)
         return cache
+
+    def restore(self, space: Space, entry: SsdEntry, master: Cache | None = None) -> Cache:
+        """A record that was found on the slab at the start. One that was deleted comes back hidden: see ``settle``."""
+        meta = entry.meta
+        cache = Cache(self._family(space, meta.key.segment, meta.tokens), meta,
+                      entry.extent.length, entry.generation, entry.prefill_s)  # fmt: skip
+        if not entry.is_deleted:
+            self._show(cache)
+        self._join_group(cache, master)
+        if entry.is_deleted:
+            self._note_hidden(cache)
+        self.set_ssd(cache, entry.extent.offset)
+        return cache
+
+    def settle(self, cache: Cache) -> None:
+        """Free a restored master that was deleted unless mirrors, which came after it, stand on it."""
+        self._settle(cache)
+
+    def _family(self, space: Space, segment: SegmentId, tokens: int) -> Family:
+        family = space.families.get(segment)
+        if family is None:
+            family = space.families[segment] = Family(space, segment, tokens)
+            self.totals.families += 1
+        return family
+
+    def _show(self, cache: Cache) -> None:
+        assert cache.context not in cache.family.members, "the first writer wins; who publishes has looked"
+        cache.family.members[cache.context] = cache
 
     def _join_group(self, cache: Cache, master: Cache | None) -> None:
         if master is None:
             self.totals.groups += 1
-            self.idle[cache] = None
-            return
-        assert master.master is None, "a master is never a mirror"
-        if master.mirrors is None:
-            master.mirrors = {}
-        master.mirrors[cache] = None
-        if not master.holds:
-            self.idle.move_to_end(master)
+            cache.group = Group()
+        else:
+            assert master.master is None, "a master is never a mirror"
+            cache.master = master
+            if master.mirrors is None:
+                master.mirrors = {}
+            master.mirrors[cache] = None
+        self.totals.count(cache, 1)
+        group_of(cache).seconds += cache.worth_s
 
     def hide(self, cache: Cache) -> None:
         """Take a cache out of sight at once. Its bytes go when the last hold and, of a master, the last mirror goes."""
+        self._hide(cache)
+        self._settle(cache)
+
+    def _hide(self, cache: Cache) -> None:
         assert not cache.is_hidden, "a cache is hidden once"
         family = cache.family
         del family.members[cache.context]
-        cache.is_hidden = True
-        self.hidden[cache] = None
-        self.totals.count(cache, -1)
-        self.totals.count_hidden(cache, 1)
+        self._note_hidden(cache)
         if not family.members:
             del family.space.families[family.segment]
             self.totals.families -= 1
             self.drop_if_unused(family.space)
-        self._settle(cache)
+
+    def _note_hidden(self, cache: Cache) -> None:
+        cache.is_hidden = True
+        self.hidden[cache] = None
+        self.totals.count(cache, -1)
+        self.totals.count_hidden(cache, 1)
 
     def replace(self, old: Cache, record: VerifiedRecord, master: Cache) -> Cache:
-        """A mirror record in the place of a published cache. Who holds the old record keeps it until it lets go."""
-        space = old.family.space
+        """A mirror record in the place of a published cache. Who holds the old record keeps it until it lets go.
+
+        The old form stays on the slab until the new one is there (``set_ssd``): a crash in between loses neither.
+        """
+        space, base = old.family.space, None if old.master is None else old.master.context
         assert not master.is_hidden, "a visible master keeps the family and its space alive"
-        self.hide(old)
-        return self.publish(space, record, master)
+        extent = self._take_ssd(old) if old.is_on_ssd else None
+        self._hide(old)
+        cache = self.publish(space, record, master)
+        self.superseded.hand_on(old, cache)
+        if extent is not None:
+            self.superseded.add(cache, old, extent, base)
+        self._settle(old)
+        return cache
 
     def touch(self, cache: Cache) -> None:
         """Note a use among the family's members; the group's own order follows holds."""
@@ -266,6 +189,64 @@ class Catalog:
         if members.get(cache.context) is cache:
             del members[cache.context]
             members[cache.context] = cache
+
+    # Places
+
+    def set_host(self, cache: Cache, offset: int) -> None:
+        """The cache's record lies, or is about to lie, at ``offset`` of the host arena."""
+        assert not cache.is_on_host, cache
+        cache.offset = offset
+        self.totals.host_caches += 1
+        self.totals.host_bytes += cache.record_bytes
+        group_of(cache).host_bytes += cache.record_bytes
+        self._update_orders(cache)
+
+    def drop_host(self, cache: Cache) -> None:
+        """Free the host copy of a cache that nobody holds."""
+        assert not cache.holds, cache
+        extent = cache.extent
+        cache.offset = NOWHERE
+        self.totals.host_caches -= 1
+        self.totals.host_bytes -= cache.record_bytes
+        group_of(cache).host_bytes -= cache.record_bytes
+        self._freed.host(extent)
+        self._update_orders(cache)
+
+    def set_ssd(self, cache: Cache, offset: int) -> None:
+        """The cache's record lies at ``offset`` of the slab; an older form of it goes."""
+        assert not cache.is_on_ssd, cache
+        cache.ssd_offset = offset
+        self.totals.ssd_caches += 1
+        self.totals.ssd_bytes += cache.record_bytes
+        group_of(cache).ssd_bytes += cache.record_bytes
+        self._update_orders(cache)
+        self.drop_superseded(cache)
+
+    def drop_ssd(self, cache: Cache) -> None:
+        """Free the copy on the slab. Whoever reads it holds the cache, and must look whether it still is there."""
+        self._freed.ssd(Removal(cache, self._take_ssd(cache)))
+
+    def quarantine_ssd(self, cache: Cache) -> Extent:
+        """Forget the copy on the slab, whose place is the caller's from now on."""
+        return self._take_ssd(cache)
+
+    def _take_ssd(self, cache: Cache) -> Extent:
+        extent = cache.ssd_extent
+        cache.ssd_offset = NOWHERE
+        self.totals.ssd_caches -= 1
+        self.totals.ssd_bytes -= cache.record_bytes
+        group_of(cache).ssd_bytes -= cache.record_bytes
+        self._update_orders(cache)
+        return extent
+
+    def _update_orders(self, cache: Cache) -> None:
+        if cache.head not in self.held:
+            self.orders.update(cache.head)
+
+    def drop_superseded(self, cache: Cache) -> None:
+        """Free the older forms of a cache on the slab: the newer one is there, or nobody wants any."""
+        for form in self.superseded.release(cache):
+            self._freed.ssd(Removal(form.cache, form.extent))
 
     # Holds
 
@@ -277,8 +258,13 @@ class Catalog:
             self._count_hold(cache)
         self._count_hold(head)
         if head.holds == 1:
-            self.idle.pop(head, None)
-            self.held[head] = None
+            self.held[head] = self.orders.leave(head)
+
+    def use(self, cache: Cache) -> None:
+        """Note that a lookup was answered with a held cache: its group goes to the end of the orders of eviction."""
+        head = cache.head
+        group_of(head).uses += 1
+        self.held[head].is_used = True
 
     def _count_hold(self, cache: Cache) -> None:
         if not cache.holds:
@@ -286,7 +272,7 @@ class Catalog:
         cache.holds += 1
 
     def unhold(self, cache: Cache) -> None:
-        """Give back one hold; what is hidden and needed by nobody is freed."""
+        """Give back one hold; what is hidden and needed by nobody is freed, and a staged copy goes."""
         head = cache.master
         if head is not None:
             self._uncount_hold(cache)
@@ -295,35 +281,85 @@ class Catalog:
             head = cache
         self._uncount_hold(head)
         if not head.holds:
-            del self.held[head]
-            self.idle[head] = None
+            hold = self.held.pop(head)
+            self.orders.enter(head, hold)
             self._settle(head)
 
     def _uncount_hold(self, cache: Cache) -> None:
         assert cache.holds > 0, "a hold is given back once"
         cache.holds -= 1
-        if not cache.holds:
-            self.totals.held_bytes -= cache.record_bytes
+        if cache.holds:
+            return
+        self.totals.held_bytes -= cache.record_bytes
+        is_condemned = bool(self.condemned) and cache in self.condemned
+        if (is_condemned or cache.offset >= self._freed.staging_offset) and not cache.is_hidden:
+            self.condemned.discard(cache)
+            self._drop_unheld(cache)
+
+    def _drop_unheld(self, cache: Cache) -> None:
+        if cache.is_on_ssd:
+            self.drop_host(cache)
+        else:
+            self.hide_with_mirrors(cache)
 
     # The end of a cache
 
     def unevictable(self) -> Iterator[Extent]:
-        """Extents that evictions cannot free: of every held group all caches. O(of those)."""
+        """Host extents that evictions cannot free: of every held group all. O(of those)."""
         for head in self.held:
-            yield head.extent
-            for mirror in head.mirrors or ():
-                yield mirror.extent
+            yield from (cache.extent for cache in head.members() if cache.is_on_host)
 
-    def evict_oldest(self) -> Evicted | None:
-        """Free the group that was not used for longest, master and mirrors; None if every group is held."""
-        head = next(iter(self.idle), None)
-        if head is None:
-            return None
-        group = [*(head.mirrors or ()), head]
-        for cache in group:
+    def evict_host(self) -> Evicted | None:
+        """Free the host copies of the group worth least; None if every group is held. What is on no slab is lost."""
+        head = self.orders.host.pop()
+        return None if head is None else self._evict(head, _on_host, _on_ssd, self.drop_host)
+
+    def evict_ssd(self) -> Evicted | None:
+        """Free the copies on the slab of the group worth least; None if every group is held."""
+        head = self.orders.ssd.pop()
+        return None if head is None else self._evict(head, _on_ssd, _on_host, self.drop_ssd)
+
+    def _evict(self, head: Cache, is_here: Where, is_elsewhere: Where, drop: Callable[[Cache], None]) -> Evicted:
+        members = list(head.members())
+        here = [cache for cache in members if is_here(cache)]
+        lost = dict.fromkeys(cache for cache in members if not is_elsewhere(cache))
+        if head in lost:
+            lost = dict.fromkeys(members)  # nothing stands on what is gone
+        for cache in here:
+            if cache not in lost:
+                drop(cache)
+        for cache in lost:
             if not cache.is_hidden:
                 self.hide(cache)
-        return Evicted(len(group), sum(cache.record_bytes for cache in group))
+        return Evicted(len(here), sum(cache.record_bytes for cache in here), len(lost))
+
+    def condemn(self, cache: Cache) -> None:
+        """The bytes of its host copy are wrong. They go with the last hold; what is on the slab is found again then.
+
+        Without a copy on the slab the cache goes, and so do the mirrors that stand on it.
+        """
+        if not cache.is_on_ssd:
+            self.hide_with_mirrors(cache)
+        elif cache.holds:
+            self.condemned.add(cache)
+        else:
+            self.drop_host(cache)
+
+    def is_condemned(self, cache: Cache) -> bool:
+        """Is its record, or its master's, one that must not be read?"""
+        return bool(self.condemned) and (cache in self.condemned or cache.master in self.condemned)
+
+    def is_readable(self, cache: Cache) -> bool:
+        """Are its record and its master's whole in the host arena?"""
+        return all(
+            one.is_on_host and one not in self.arriving and one not in self.condemned for one in (cache, cache.head)
+        )
+
+    def hide_with_mirrors(self, cache: Cache) -> None:
+        """Hide a cache that cannot be restored any more, and all that stand on it."""
+        for one in list(cache.members()) if cache.master is None else [cache]:
+            if not one.is_hidden:
+                self.hide(one)
 
     def _settle(self, cache: Cache) -> None:
         if cache.is_hidden and not cache.holds and not cache.mirrors:
@@ -332,12 +368,17 @@ class Catalog:
     def _forget(self, cache: Cache) -> None:
         del self.hidden[cache]
         self.totals.count_hidden(cache, -1)
-        self._free(cache.extent)
+        self.drop_superseded(cache)
+        self.condemned.discard(cache)
+        if cache.is_on_ssd:
+            self.drop_ssd(cache)
+        if cache.is_on_host:
+            self.drop_host(cache)
         master = cache.master
         if master is None:
             self.totals.groups -= 1
-            self.idle.pop(cache, None)
             return
         assert master.mirrors is not None
         del master.mirrors[cache]
+        group_of(master).seconds -= cache.worth_s
         self._settle(master)

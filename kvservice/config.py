@@ -19,6 +19,7 @@ ENVIRONMENT_PREFIX = "KVSERVICE_"
 MIB, GIB = 1 << 20, 1 << 30
 _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": MIB, "GiB": GIB, "TiB": 1 << 40}
 _PORT_MAX = 65535
+PAGE_BYTES = 4096
 
 
 def _why(text: str) -> dict[str, str]:
@@ -52,6 +53,38 @@ class Settings:
     is_prefaulted: bool = field(
         default=False, metadata=_why("touch every page of the arena at boot, so that the first writes do not pay")
     )
+    eviction: str = field(
+        default="value",
+        metadata=_why("which caches go first: value (seconds saved x uses / bytes, suffixes first) or lru (oldest)"),
+    )
+    staging_bytes: int = field(
+        default=0,
+        metadata=_why("part of the arena that only loads from SSD use; 0: an eighth of host_bytes if there is an SSD"),
+    )
+    ssd_folder: str = field(default="", metadata=_why("folder of the SSD tier, one service a folder; empty: no tier"))
+    ssd_bytes: int = field(
+        default=16 * GIB, metadata=_why("size of the slab, taken from the file system at the first start; may grow")
+    )
+    ssd_free_floor_bytes: int = field(
+        default=GIB, metadata=_why("below this much room on the file system nothing more is written to SSD")
+    )
+    ssd_write: str = field(
+        default="through",
+        metadata=_why("through: every cache soon after its commit; back: before it is evicted from memory"),
+    )
+    ssd_write_budget_bytes: int = field(
+        default=0,
+        metadata=_why("bytes written a day at most, and then only of caches that were found once; 0: no limit"),
+    )
+    is_ssd_durable: bool = field(
+        default=False, metadata=_why("sync data before its index entry, so that a power failure loses neither")
+    )
+    ssd_threads: int = field(default=2, metadata=_why("threads that read from SSD, and as many that write"))
+    scrub_bytes_per_s: int = field(
+        default=16 * MIB, metadata=_why("how fast records are read again and verified in the background; 0: never")
+    )
+    flush_s: float = field(default=30.0, metadata=_why("how long a stop may take to bring memory's caches to SSD"))
+    kill_point: str = field(default="", metadata=_why("for crash tests: end this process at name:count"))
     lease_ttl_s: float = field(default=30.0, metadata=_why("how long a lookup's promise lasts unless renewed"))
     sessions_max: int = field(default=1024, metadata=_why("sessions open at a time; each costs a stream"))
     worker_threads: int = field(
@@ -62,11 +95,25 @@ class Settings:
     def __post_init__(self) -> None:
         self._check_addresses()
         _check(self.host_bytes >= MIB, "host_bytes", self.host_bytes, "at least 1MiB")
+        self._check_ssd()
         _check(0 < self.lease_ttl_s <= 600, "lease_ttl_s", self.lease_ttl_s, "above 0 and at most 600 seconds")
         _check(self.sessions_max >= 1, "sessions_max", self.sessions_max, "at least 1")
         _check(1 <= self.worker_threads <= 64, "worker_threads", self.worker_threads, "1 to 64")
         levels = ("DEBUG", "INFO", "WARNING", "ERROR")
         _check(self.log_level in levels, "log_level", self.log_level, f"one of {', '.join(levels)}")
+
+    def _check_ssd(self) -> None:
+        _check(self.eviction in ("value", "lru"), "eviction", self.eviction, "value or lru")
+        _check(self.ssd_write in ("through", "back"), "ssd_write", self.ssd_write, "through or back")
+        _check(self.ssd_bytes >= MIB, "ssd_bytes", self.ssd_bytes, "at least 1MiB")
+        limit = self.host_bytes // 2
+        _check(
+            0 <= self.staging_bytes <= limit, "staging_bytes", self.staging_bytes, f"0 to {limit}, half of host_bytes"
+        )
+        for name in ("ssd_free_floor_bytes", "ssd_write_budget_bytes", "scrub_bytes_per_s"):
+            _check(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
+        _check(1 <= self.ssd_threads <= 64, "ssd_threads", self.ssd_threads, "1 to 64")
+        _check(0 <= self.flush_s <= 3600, "flush_s", self.flush_s, "0 to 3600 seconds")
 
     def _check_addresses(self) -> None:
         for name in ("grpc_port", "http_port"):
@@ -77,6 +124,12 @@ class Settings:
         except ValueError:
             is_loopback = False
         _check(is_loopback, "host", self.host, "a loopback address: the service does not authenticate its callers")
+
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes of the arena that only loads from SSD use."""
+        share = self.host_bytes // 8 // PAGE_BYTES * PAGE_BYTES
+        return self.staging_bytes or (share if self.ssd_folder else 0)
 
     @property
     def socket_path(self) -> Path:
@@ -141,7 +194,7 @@ def _convert(spec: "dataclasses.Field[object]", value: object) -> object:
 
 
 def _parse(spec: "dataclasses.Field[object]", text: str) -> object:
-    if spec.name.endswith("_bytes"):
+    if spec.name.endswith(("_bytes", "_bytes_per_s")):
         return parse_bytes(text)
     if spec.type is bool:
         _check(text.lower() in ("true", "false"), spec.name, text, "true or false")

@@ -7,7 +7,7 @@ catalog is looked at again, for anything but what is held may have gone meanwhil
 import asyncio
 import math
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -16,8 +16,10 @@ import numpy as np
 
 from kvservice import folding
 from kvservice.allocation import Allocation
-from kvservice.catalog import Cache, Catalog, Family, Space, VerifiedRecord
+from kvservice.caches import Cache, Family, Space, VerifiedRecord
+from kvservice.catalog import Catalog
 from kvservice.folding import Deviations, FoldRefusedError, Source
+from kvservice.killpoints import Killer, KillPoint
 from kvservice.limits import NodeLimits
 from kvservice.model.errors import CapacityError, InvalidInputError, LimitError
 from kvservice.model.segment import CacheKey, ContextId, SegmentId
@@ -54,11 +56,21 @@ class Round:
 
 
 class Families:
-    """Folds dense caches in the background and elects masters. One at a time: the arithmetic has a thread at most."""
+    """Folds dense caches in the background and elects masters. One at a time: the arithmetic has a thread at most.
+
+    ``on_published`` is called with every mirror that took the place of a dense cache.
+    """
 
     def __init__(
-        self, catalog: Catalog, allocation: Allocation, worker: Worker, limits: NodeLimits, counters: Counters
+        self,
+        catalog: Catalog,
+        allocation: Allocation,
+        worker: Worker,
+        limits: NodeLimits,
+        counters: Counters,
+        killer: Killer,
     ) -> None:
+        self.on_published: Callable[[Cache], None] = _ignore
         self.queue: deque[Cache] = deque()
         self.held: Counter[Cache] = Counter()
         self._catalog = catalog
@@ -66,6 +78,7 @@ class Families:
         self._worker = worker
         self._limits = limits
         self._counters = counters
+        self._killer = killer
         self._turn = asyncio.Lock()
 
     # Folding
@@ -85,12 +98,12 @@ class Families:
             if not self.queue:
                 return False
             cache = self.queue.popleft()
-            if not cache.is_hidden and not cache.mirrors:
+            if not cache.is_hidden and not cache.mirrors and self._catalog.is_readable(cache):
                 await self._fold(cache)
             return True
 
     async def _fold(self, cache: Cache) -> None:
-        masters = _comparable(cache, cache.family.masters(self._limits.masters_tried_max + 1))
+        masters = self._comparable(cache, cache.family.masters(self._limits.masters_tried_max + 1))
         with self._holding([cache, *masters]):
             intact = await self._quarantine([cache, *masters])
             if cache not in intact or len(intact) < 2:
@@ -104,6 +117,18 @@ class Families:
                 self._counters.folds.dropped += 1
                 return
             self._adopt([cache], records, master)
+            self._killer.reach(KillPoint.AFTER_FOLD)
+
+    def _comparable(self, cache: Cache, masters: Iterable[Cache]) -> list[Cache]:
+        """Masters that ``cache`` may be a mirror of: those in host memory; pinned caches cannot be moved."""
+        is_pinned = bool(cache.family.space.pinned_reason)
+        return [
+            one
+            for one in masters
+            if one is not cache
+            and not (is_pinned and one.position != cache.position)
+            and self._catalog.is_readable(one)
+        ]
 
     async def _nearest(self, cache: Cache, masters: Sequence[Cache]) -> Cache | None:
         if len(masters) == 1:
@@ -146,7 +171,8 @@ class Families:
         if family is None:
             return []  # deleted or evicted while other segments were at work
         members = [cache for cache in family.members.values() if cache.master is None and cache.context in contexts]
-        found = {cache.context: cache for cache in (*members, *family.masters(self._limits.masters_tried_max))}
+        masters = (*members, *family.masters(self._limits.masters_tried_max))
+        found = {cache.context: cache for cache in masters if self._catalog.is_readable(cache)}
         elections = []
         for candidates in _electorates(space, [found[context] for context in sorted(found)]):
             with self._holding(candidates):
@@ -165,6 +191,7 @@ class Families:
         for cache in candidates:
             if cache is not winner:
                 await self._join(cache, winner)
+                self._killer.reach(KillPoint.AFTER_ELECTION_STEP)
         self._counters.elections += 1
         return _election(winner, candidates, totals)
 
@@ -172,6 +199,9 @@ class Families:
         """Make a loser and all its mirrors mirrors of the winner, if that saves; otherwise its group stays."""
         mirrors = [mirror for mirror in loser.mirrors or () if not mirror.is_hidden]
         group = [*mirrors, loser]
+        if not all(self._catalog.is_readable(cache) for cache in group):
+            self._counters.folds.kept += 1
+            return
         with self._holding(group):
             if len(await self._quarantine(group)) < len(group):
                 return
@@ -248,22 +278,20 @@ class Families:
             self._counters.folds.folded += cache.master is None
             self._counters.folds.saved_bytes += max(cache.record_bytes - record.extent.length, 0)
             self._allocation.hand_over(record.extent)
-            self._catalog.replace(cache, record, master)
+            self.on_published(self._catalog.replace(cache, record, master))
 
     def _give_back(self, records: Iterable[VerifiedRecord]) -> None:
         for record in records:
             self._allocation.give_back(record.extent)
 
     async def _quarantine(self, caches: Sequence[Cache]) -> list[Cache]:
-        """The caches whose bytes are still what was committed; the others are hidden, with their mirrors."""
+        """The caches whose bytes are still what was committed; the others are condemned."""
         sources = [self._source(cache) for cache in caches]
         corrupt = await self._worker.run(partial(folding.find_corrupt, sources))
         for index in corrupt:
-            self._counters.corrupt += 1
-            for cache in (caches[index], *(caches[index].mirrors or ())):
-                if not cache.is_hidden:
-                    self._catalog.hide(cache)
-        return [cache for index, cache in enumerate(caches) if index not in corrupt and not cache.is_hidden]
+            self._counters.corrupt["host"] += 1
+            self._catalog.condemn(caches[index])
+        return [cache for cache in caches if not cache.is_hidden and self._catalog.is_readable(cache)]
 
     def _source(self, cache: Cache) -> Source:
         view = self._allocation.tier.view
@@ -285,10 +313,8 @@ class Families:
                 self._catalog.unhold(cache)
 
 
-def _comparable(cache: Cache, masters: Iterable[Cache]) -> list[Cache]:
-    """Masters that ``cache`` may be a mirror of: pinned caches cannot be moved."""
-    is_pinned = bool(cache.family.space.pinned_reason)
-    return [one for one in masters if one is not cache and not (is_pinned and one.position != cache.position)]
+def _ignore(_: Cache) -> None:
+    """Nobody wants to know."""
 
 
 def _may_join(group: Iterable[Cache], master: Cache) -> bool:

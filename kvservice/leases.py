@@ -5,10 +5,12 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from kvservice.catalog import Cache, Catalog
+from kvservice.caches import Cache
+from kvservice.catalog import Catalog
 from kvservice.limits import NodeLimits
 from kvservice.model.errors import InvalidInputError, LimitError, NotOwnedError, StaleEpochError
 from kvservice.model.lease import BootEpoch, LeaseId
+from kvservice.promotion import Load
 from kvservice.sessions import Session
 from kvservice.stats.counters import Counters
 
@@ -20,13 +22,17 @@ SPARE_DEADLINES_MAX = 1024
 
 @dataclass(slots=True)
 class Grant:
-    """A lease as the node keeps it: one hold for each entry of ``caches``. ``deadline_s`` is on the node's clock."""
+    """A lease as the node keeps it: one hold for each entry of ``caches``. ``deadline_s`` is on the node's clock.
+
+    ``loads``: those of its records that were on SSD when they were found.
+    """
 
     id: LeaseId
     session: Session
     ttl_s: float
     deadline_s: float
     caches: list[Cache] = field(default_factory=list)
+    loads: list[Load] = field(default_factory=list)
 
 
 class Leases:
@@ -60,9 +66,14 @@ class Leases:
         return grant
 
     def add(self, grant: Grant, cache: Cache) -> None:
-        """Hold one more cache under a live lease."""
+        """Hold one more cache under a live lease, and count the use."""
         self._catalog.hold(cache)
+        self._catalog.use(cache)
         grant.caches.append(cache)
+
+    def take_back(self, grant: Grant) -> None:
+        """Undo the last ``add``, but for the use: the cache cannot be read."""
+        self._catalog.unhold(grant.caches.pop())
 
     def renew(self, session: Session, ids: Iterable[int], deadline_s: float) -> list[bool]:
         """Move deadlines, never nearer. False for what expired or was released."""
@@ -79,6 +90,10 @@ class Leases:
             self.end(grant)
         return len(grants)
 
+    def find(self, session: Session, id_: int) -> Grant | None:
+        """A session's own lease; None if it expired or was released."""
+        return self._own(session, id_)
+
     def _own(self, session: Session, id_: int) -> Grant | None:
         if id_ >> NUMBER_BITS != self._epoch_tag:
             raise StaleEpochError(f"lease {id_} is from before the service's last start; look up again")
@@ -91,9 +106,10 @@ class Leases:
         """Give back all that a live lease holds."""
         del self.live[grant.id]
         grant.session.leases.discard(grant.id)
-        for cache in grant.caches:
+        for cache in reversed(grant.caches):  # the last of a prompt first: of equal ones the suffix is evicted first
             self._catalog.unhold(cache)
         grant.caches.clear()
+        grant.loads.clear()
         if len(self._deadlines) > 2 * len(self.live) + SPARE_DEADLINES_MAX:
             self._deadlines = [(one.deadline_s, one.id) for one in self.live.values()]
             heapq.heapify(self._deadlines)

@@ -7,7 +7,7 @@ highest affinity does; exact provenance goes before refreshed, masters before mi
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from kvservice.catalog import Cache, Family
+from kvservice.caches import Cache, Family
 from kvservice.model.plan import Match, MissReason
 from kvservice.model.segment import EXACT, MARK_BYTES, PRECEDING_MAX, ContextId
 
@@ -52,6 +52,8 @@ def _miss(reason: MissReason, affinity: int = 0) -> Finding:
 
 
 UNKNOWN_NAMESPACE = _miss(MissReason.UNKNOWN_NAMESPACE)
+NO_ROOM = _miss(MissReason.NO_ROOM)
+CORRUPT = _miss(MissReason.CORRUPT)
 _UNKNOWN_SEGMENT = _miss(MissReason.UNKNOWN_SEGMENT)
 _TOKEN_COUNT = _miss(MissReason.TOKEN_COUNT)
 _OTHER_CONTEXT = _miss(MissReason.OTHER_CONTEXT)

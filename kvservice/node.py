@@ -12,19 +12,29 @@ from functools import partial
 
 from kvservice import __version__
 from kvservice.allocation import Allocation
-from kvservice.catalog import Cache, Catalog, Space, VerifiedRecord
+from kvservice.caches import Cache, Space, VerifiedRecord
+from kvservice.catalog import Catalog, Freed, Removal
 from kvservice.families import Families, Round
 from kvservice.heap import Heap
+from kvservice.killpoints import Killer
 from kvservice.leases import Grant, Leases
 from kvservice.limits import NodeLimits
-from kvservice.lookup import UNKNOWN_NAMESPACE, Asked, Finding, find
-from kvservice.model.errors import InvalidInputError, KVServiceError
+from kvservice.lookup import CORRUPT, NO_ROOM, UNKNOWN_NAMESPACE, Asked, Finding, find
+from kvservice.model.errors import InvalidInputError, KVServiceError, LeaseExpiredError
 from kvservice.model.lease import BootEpoch, SessionId
+from kvservice.model.plan import Outcome
 from kvservice.model.segment import CacheKey, SegmentId
+from kvservice.orders import LOAD_RATES, Orders
+from kvservice.promotion import Load
+from kvservice.scrubbing import Scrubber
 from kvservice.sessions import Session, Sessions
+from kvservice.ssd import Ssd, SsdPolicy, Workers
 from kvservice.stats.counters import Counters
 from kvservice.stats.document import NodeDocument
+from kvservice.storage.disk import Disk
+from kvservice.storage.eviction import ValueOrder
 from kvservice.storage.host_tier import HostTier
+from kvservice.storage.recovery import Opened
 from kvservice.store import Reservation, Store, Verification, WriteRequest, verify
 from kvservice.worker import ThreadWorker, Worker
 
@@ -39,7 +49,7 @@ class Node:
 
     ``clock``: monotonic seconds. ``data_socket``: the path that clients get the arena from, told in the welcome.
     ``worker``: where checksums and folding run, instead of ``worker_threads`` threads. ``owns_process``: the node may
-    tune the process's garbage collector; never in an engine's process.
+    tune the process's garbage collector; never in an engine's process. ``orders``: which groups are evicted first.
     """
 
     def __init__(
@@ -53,19 +63,25 @@ class Node:
         worker_threads: int = 2,
         worker: Worker | None = None,
         owns_process: bool = False,
+        orders: Orders | None = None,
+        killer: Killer | None = None,
     ) -> None:
         self.tier = tier
         self.boot_epoch = BootEpoch(boot_epoch)
         self.data_socket = data_socket
         self.limits = limits
         self.counters = Counters()
-        self.catalog = Catalog(tier.free)
+        self.ssd: Ssd | None = None
+        freed = Freed(tier.free, self._erase, tier.staging_offset)
+        self.catalog = Catalog(freed, orders or Orders(ValueOrder(), ValueOrder(), LOAD_RATES))
         self.allocation = Allocation(tier, self.catalog, self.limits, self.counters)
         self.sessions = Sessions(self.catalog, self.boot_epoch, self.limits)
         self.leases = Leases(self.catalog, self.boot_epoch, self.limits, self.counters)
         self.store = Store(self.catalog, self.allocation, self.limits, self.counters)
         self.worker = worker or ThreadWorker(worker_threads)
-        self.families = Families(self.catalog, self.allocation, self.worker, self.limits, self.counters)
+        self.scrubber = Scrubber(None, None, self.catalog, tier, self.worker, None, self.counters)
+        self._killer = killer or Killer()
+        self.families = Families(self.catalog, self.allocation, self.worker, self.limits, self.counters, self._killer)
         self._clock = clock
         self._started_s = clock()
         self.heap = Heap() if owns_process else None
@@ -75,9 +91,34 @@ class Node:
 
     # Start and stop
 
+    def attach_ssd(self, disk: Disk, opened: Opened, policy: SsdPolicy, workers: Workers | None = None) -> None:
+        """Stand on an SSD tier too; before ``start``. The node closes slab and index, not the disk."""
+        assert self.ssd is None, "one SSD tier a node"
+        self.ssd = Ssd(
+            disk,
+            opened,
+            policy,
+            self.catalog,
+            self.allocation,
+            self.limits,
+            self.counters,
+            self._killer,
+            self._clock,
+            workers,
+        )
+        self.families.on_published = self.ssd.note_published
+        self.scrubber = self.ssd.scrubber
+
+    def _erase(self, removal: Removal) -> None:
+        assert self.ssd is not None, "nothing is on a slab that is not there"
+        self.ssd.demotion.remove(removal)
+
     def start(self) -> None:
-        """Begin to expire leases and to fold, in the running loop."""
+        """Take up what the SSD tier holds; begin to expire leases, to fold and to demote, in the running loop."""
         assert not self._tasks, "a node is started once"
+        if self.ssd is not None:
+            self.ssd.restore()
+            self.ssd.start()
         self._tasks = [asyncio.create_task(self._keep_up()), asyncio.create_task(self._fold_forever())]
 
     async def stop(self) -> None:
@@ -89,6 +130,8 @@ class Node:
         self._tasks = []
         for session in list(self.sessions.open.values()):
             self._close(session)
+        if self.ssd is not None:
+            await self.ssd.stop()
         self.worker.close()
 
     async def _keep_up(self) -> None:
@@ -165,12 +208,40 @@ class Node:
                 is_pinned=bool(space.pinned_reason),
                 candidates_max=self.limits.candidates_max,
             )
-        self.counters.lookups.count(finding.match, finding.miss_reason)
-        if finding.cache is not None and family is not None:
-            self.leases.add(grant, finding.cache)
+        cache = finding.cache
+        if cache is not None and family is not None:
+            finding = self._leased(finding, cache, grant)
             if len(family.members) > self.limits.candidates_max:  # of smaller ones all members are ranked anyway
-                self.catalog.touch(finding.cache)
+                self.catalog.touch(cache)
+        self.counters.lookups.count(finding.match, finding.miss_reason)
         return finding
+
+    def _leased(self, finding: Finding, cache: Cache, grant: Grant) -> Finding:
+        """The finding under the lease, on its way from SSD if need be; or why it cannot be read."""
+        catalog = self.catalog
+        if catalog.is_condemned(cache):
+            return CORRUPT
+        self.leases.add(grant, cache)
+        if self.ssd is None:
+            return finding
+        if not (cache.is_on_host and cache.head.is_on_host) or catalog.arriving:
+            loads = self.ssd.begin_loads(cache)
+            if loads is None:
+                self.leases.take_back(grant)
+                return NO_ROOM
+            grant.loads += loads
+            self.counters.lookups.from_ssd += bool(loads)
+        self.ssd.note_used(cache)
+        return finding
+
+    async def wait_for_loads(self, session: Session, lease_id: int, known: dict[int, int]) -> list[Load]:
+        """The loads of a lease, once there is news of one. Raises LeaseExpiredError for a lease that is over."""
+        grant = self.leases.find(session, lease_id)
+        if grant is None:
+            raise LeaseExpiredError(f"lease {lease_id} ran out or was released; look up again")
+        if self.ssd is not None:
+            await self.ssd.promotion.wait(grant.loads, known)
+        return list(grant.loads)
 
     def grant(self, session: Session, ttl_s: float) -> Grant:
         """A lease for what a lookup is about to find; ends leases whose time has come first."""
@@ -236,6 +307,8 @@ class Node:
             cache = self.store.publish(reservation, record)
         except KVServiceError as error:
             return self._refused(error)
+        if self.ssd is not None:
+            self.ssd.note_published(cache)
         self.families.enqueue(cache)
         if self.families.queue:
             self._has_folds.set()
@@ -258,10 +331,11 @@ class Node:
 
     # Deleting
 
-    def delete(self, session: Session, keys: Sequence[CacheKey], namespace: bytes = b"") -> int:
+    async def delete(self, session: Session, keys: Sequence[CacheKey], namespace: bytes = b"") -> int:
         """Hide caches at once, all of ``namespace`` or those of ``keys``; how many were held.
 
-        Their bytes go when the last lease, and of a master the last mirror, goes.
+        Their bytes go when the last lease, and of a master the last mirror, goes. When this returns no restart brings
+        one of them back.
         """
         session.require_write()
         if namespace and keys:
@@ -271,7 +345,21 @@ class Node:
             if not cache.is_hidden:
                 self.catalog.hide(cache)
         self.counters.deleted += len(found)
+        if self.ssd is not None:
+            await self.ssd.bury(found)
         return len(found)
+
+    async def verify(self, session: Session, namespace: bytes, keys: Sequence[CacheKey]) -> list[Outcome]:
+        """Look at the bytes of caches anew, in every tier: HIT if all of a cache is right, CORRUPT if not, or MISS."""
+        space = session.space(namespace)
+        return [await self._verify(space.find(key.segment, key.context)) for key in keys]
+
+    async def _verify(self, cache: Cache | None) -> Outcome:
+        if cache is None:
+            return Outcome.MISS
+        found = [await self.scrubber.check(one) for one in dict.fromkeys((cache.head, cache)) if not one.is_hidden]
+        is_right = all(found)
+        return Outcome.HIT if is_right else Outcome.CORRUPT
 
     def _named(self, session: Session, keys: Iterable[CacheKey]) -> list[Cache]:
         spaces = list(session.spaces.values())

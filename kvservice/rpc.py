@@ -15,6 +15,7 @@ from kvservice.calls import CacheCalls
 from kvservice.model.errors import (
     CapacityError,
     CorruptError,
+    DiskError,
     InvalidInputError,
     KVServiceError,
     LeaseExpiredError,
@@ -43,6 +44,7 @@ _STATUS: tuple[tuple[type[KVServiceError], grpc.StatusCode], ...] = (
     (RecordFormatError, grpc.StatusCode.INVALID_ARGUMENT),
     (CorruptError, grpc.StatusCode.DATA_LOSS),
     (CapacityError, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (DiskError, grpc.StatusCode.UNAVAILABLE),
     (LimitError, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (NotOwnedError, grpc.StatusCode.PERMISSION_DENIED),
     (StaleEpochError, grpc.StatusCode.FAILED_PRECONDITION),
@@ -98,6 +100,10 @@ class CacheServicer(CacheServiceServicer):
         """See cache.proto."""
         return await _answer(self._calls.lookup, request, context)
 
+    async def Await(self, request: wire.AwaitRequest, context: "Context") -> wire.AwaitReply:  # noqa: N802
+        """See cache.proto."""
+        return await _answer(self._calls.await_loads, request, context)
+
     async def Reserve(self, request: wire.ReserveRequest, context: "Context") -> wire.ReserveReply:  # noqa: N802
         """See cache.proto. What is reserved for a caller that has gone is taken back."""
         reply = await _answer(self._calls.reserve, request, context)
@@ -136,6 +142,10 @@ class CacheServicer(CacheServiceServicer):
     async def Delete(self, request: wire.DeleteRequest, context: "Context") -> wire.DeleteReply:  # noqa: N802
         """See cache.proto."""
         return await _answer(self._calls.delete, request, context)
+
+    async def Verify(self, request: wire.VerifyRequest, context: "Context") -> wire.VerifyReply:  # noqa: N802
+        """See cache.proto."""
+        return await _answer(self._calls.verify, request, context)
 
     async def Stats(self, request: wire.StatsRequest, context: "Context") -> wire.StatsReply:  # noqa: N802
         """See cache.proto."""

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvservice.catalog import Catalog, Space
+from kvservice.caches import Space
+from kvservice.catalog import Catalog
 from kvservice.limits import NodeLimits
 from kvservice.model.errors import InvalidInputError, LimitError, NotOwnedError, StaleEpochError, UnknownSessionError
 from kvservice.model.identity import Namespace, identity_from_json

@@ -6,9 +6,10 @@ Payload moves only through np.copyto on the views given here.
 import fcntl
 import mmap
 import os
+from collections.abc import Iterator
 
 import numpy as np
-from sortedcontainers import SortedList
+from sortedcontainers import SortedDict, SortedList
 
 from kvservice.model.cache import Extent
 from kvservice.model.errors import CapacityError, InvalidInputError
@@ -40,8 +41,7 @@ class ExtentAllocator:
         self.granularity = granularity
         self.used_bytes = 0
         self._taken: dict[int, Extent] = {}
-        self._length_at: dict[int, int] = {}
-        self._start_of_end: dict[int, int] = {}
+        self._length_at: SortedDict = SortedDict()
         self._by_length: SortedList = SortedList()
         self._add_free(0, self.capacity_bytes)
 
@@ -64,12 +64,25 @@ class ExtentAllocator:
         if index == len(self._by_length):
             return None
         free_length, offset = self._by_length[index]
-        self._remove_free(offset, free_length)
-        if free_length > taken:
-            self._add_free(offset + taken, free_length - taken)
-        self.used_bytes += taken
-        self._taken[offset] = Extent(offset, length)
-        return self._taken[offset]
+        return self._take(Extent(offset, length), offset, free_length)
+
+    def allocate_at(self, offset: int, length: int) -> Extent:
+        """The extent of ``length`` bytes at exactly ``offset``, as a restart finds it.
+
+        Raises InvalidInputError, and changes nothing, unless it starts on a granule and all of it is inside and free.
+        """
+        end = offset + round_up(length, self.granularity)
+        if length < 1 or offset < 0 or offset % self.granularity or end > self.capacity_bytes:
+            raise InvalidInputError(f"{length} bytes at {offset} are no extent of {self.capacity_bytes} bytes")
+        index = self._length_at.bisect_right(offset) - 1
+        start, free_length = self._length_at.peekitem(index) if index >= 0 else (0, 0)
+        if end > start + free_length:
+            raise InvalidInputError(f"{length} bytes at {offset}: all or part of them is taken")
+        return self._take(Extent(offset, length), start, free_length)
+
+    def free_stretches(self) -> Iterator[tuple[int, int]]:
+        """(offset, length) of every free stretch, ascending. Do not change the allocator meanwhile."""
+        yield from self._length_at.items()
 
     def holds(self, extent: Extent) -> bool:
         """Is this very extent allocated? Any thread may ask."""
@@ -97,10 +110,21 @@ class ExtentAllocator:
         assert end == self.capacity_bytes, (end, self.capacity_bytes)
         assert self.used_bytes == sum(length for _, length in taken)
         assert list(self._by_length) == sorted((length, at) for at, length in self._length_at.items())
-        assert self._start_of_end == {at + length: at for at, length in self._length_at.items()}
 
     def _free_pieces(self) -> list[tuple[int, int, bool]]:
         return [(at, length, False) for at, length in self._length_at.items()]
+
+    def _take(self, extent: Extent, free_offset: int, free_length: int) -> Extent:
+        """Take the extent out of the free stretch that it lies in."""
+        end, free_end = extent.offset + round_up(extent.length, self.granularity), free_offset + free_length
+        self._remove_free(free_offset, free_length)
+        if extent.offset > free_offset:
+            self._add_free(free_offset, extent.offset - free_offset)
+        if free_end > end:
+            self._add_free(end, free_end - end)
+        self.used_bytes += end - extent.offset
+        self._taken[extent.offset] = extent
+        return extent
 
     def _add_joined(self, offset: int, length: int) -> None:
         end = offset + length
@@ -108,20 +132,20 @@ class ExtentAllocator:
         if after is not None:
             self._remove_free(end, after)
             end += after
-        before = self._start_of_end.get(offset)
-        if before is not None:
-            self._remove_free(before, offset - before)
-            offset = before
+        index = self._length_at.bisect_left(offset) - 1
+        if index >= 0:
+            before, before_length = self._length_at.peekitem(index)
+            if before + before_length == offset:
+                self._remove_free(before, before_length)
+                offset = before
         self._add_free(offset, end - offset)
 
     def _add_free(self, offset: int, length: int) -> None:
         self._length_at[offset] = length
-        self._start_of_end[offset + length] = offset
         self._by_length.add((length, offset))
 
     def _remove_free(self, offset: int, length: int) -> None:
         del self._length_at[offset]
-        del self._start_of_end[offset + length]
         self._by_length.remove((length, offset))
 
 

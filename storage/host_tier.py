@@ -9,14 +9,20 @@ from kvservice.storage.tier import not_reserved, require_length
 
 
 class HostTier:
-    """An allocator over an arena. Threads and errors: see Tier. Does not close the arena."""
+    """An allocator over an arena. Threads and errors: see Tier. Does not close the arena.
+
+    The last ``staging_bytes`` of the arena are for records on their way through: no reservation takes them, so that a
+    load finds room however full the tier is. Extents there start at ``staging_offset`` or behind.
+    """
 
     name = "host"
 
-    def __init__(self, arena: Arena) -> None:
+    def __init__(self, arena: Arena, staging_bytes: int = 0) -> None:
         self.arena = arena
-        self.allocator = ExtentAllocator(arena.bytes)
+        self.allocator = ExtentAllocator(arena.bytes - staging_bytes)
         self.capacity_bytes = self.allocator.capacity_bytes
+        self.staging_offset = self.capacity_bytes
+        self.staging = ExtentAllocator(staging_bytes) if staging_bytes else None
 
     @property
     def used_bytes(self) -> int:
@@ -26,6 +32,11 @@ class HostTier:
     def reserve(self, length: int) -> Extent | None:
         """See Tier. The extent starts on a page."""
         return self.allocator.allocate(length)
+
+    def reserve_staging(self, length: int) -> Extent | None:
+        """An extent for a record on its way through; None if there is no room."""
+        found = None if self.staging is None else self.staging.allocate(length)
+        return None if found is None else Extent(found.offset + self.staging_offset, length)
 
     def write(self, extent: Extent, source: Bytes) -> None:
         """See Tier."""
@@ -39,10 +50,22 @@ class HostTier:
 
     def free(self, extent: Extent) -> None:
         """See Tier. Drop views of it first: the bytes will be another record's."""
-        self.allocator.free(extent)
+        if self.staging is not None and extent.offset >= self.staging_offset:
+            self.staging.free(self._in_staging(extent))
+        else:
+            self.allocator.free(extent)
+
+    def holds(self, extent: Extent) -> bool:
+        """Is this very extent reserved, in the tier or in its staging? Any thread may ask."""
+        if self.staging is not None and extent.offset >= self.staging_offset:
+            return self.staging.holds(self._in_staging(extent))
+        return self.allocator.holds(extent)
 
     def view(self, extent: Extent) -> Bytes:
         """The extent's bytes in place: writable uint8, no copy. Raises InvalidInputError if it is not reserved."""
-        if not self.allocator.holds(extent):
+        if not self.holds(extent):
             raise not_reserved(extent, self.name)
         return self.arena.slice(extent)
+
+    def _in_staging(self, extent: Extent) -> Extent:
+        return Extent(extent.offset - self.staging_offset, extent.length)

@@ -42,6 +42,10 @@ class MissReason(enum.IntEnum):
     LOW_AFFINITY = 5
     TOKEN_COUNT = 6
     """The segment is held with another number of tokens: the query is wrong."""
+    NO_ROOM = 7
+    """The cache is on SSD, and leases leave no room in the arena to read it into."""
+    CORRUPT = 8
+    """The cache's bytes in memory are wrong and leased by others; it is found again when they are gone, or never."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,19 @@ Counters rise from zero at the start; the rest is how things stand. Sizes are by
 from typing import TYPE_CHECKING, TypedDict
 
 from kvservice.model.plan import MissReason
+from kvservice.stats.counters import EvictionCounters
+from kvservice.stats.ssd_document import (
+    DemotionsDocument,
+    IntegrityDocument,
+    LoadsDocument,
+    RecoveryDocument,
+    SsdDocument,
+    demotions_document,
+    integrity_document,
+    loads_document,
+    recovery_document,
+    ssd_document,
+)
 
 if TYPE_CHECKING:
     from kvservice.node import Node
@@ -14,7 +27,8 @@ if TYPE_CHECKING:
 class HostDocument(TypedDict):
     """The host tier. ``used_bytes`` includes rounding and what is being written.
 
-    ``record_bytes``: records only, of hidden caches too. ``unpublished_bytes``: reserved, verified or being folded.
+    ``record_bytes``: records only, of hidden caches and in the staging area too. ``unpublished_bytes``: reserved,
+    verified or being folded.
     """
 
     capacity_bytes: int
@@ -48,13 +62,15 @@ class CachesDocument(TypedDict):
 
 
 class LookupsDocument(TypedDict):
-    """Counters. asked = exact + refreshed + shifted + the sum of ``missed``."""
+    """Counters. asked = exact + refreshed + shifted + the sum of ``missed``; ``from_ssd``: found, not all of it in
+    memory."""
 
     calls: int
     asked: int
     exact: int
     refreshed: int
     shifted: int
+    from_ssd: int
     missed: dict[str, int]
 
 
@@ -72,11 +88,12 @@ class WritesDocument(TypedDict):
 
 
 class EvictionsDocument(TypedDict):
-    """Counters: groups, the caches in them, their bytes."""
+    """Counters of one tier: groups, the caches in them, their bytes; ``lost``: caches that were in no other tier."""
 
     groups: int
     caches: int
     record_bytes: int
+    lost: int
 
 
 class FoldsDocument(TypedDict):
@@ -110,13 +127,17 @@ class NodeDocument(TypedDict):
     boot_epoch: int
     uptime_s: float
     host: HostDocument
+    ssd: SsdDocument
     caches: CachesDocument
     lookups: LookupsDocument
     writes: WritesDocument
-    evictions: EvictionsDocument
+    evictions: dict[str, EvictionsDocument]
+    loads: LoadsDocument
+    demotions: DemotionsDocument
     folds: FoldsDocument
     handles: HandlesDocument
-    corrupt: int
+    integrity: IntegrityDocument
+    recovery: RecoveryDocument
 
 
 def node_document(node: "Node", version: str, uptime_s: float) -> NodeDocument:
@@ -126,13 +147,20 @@ def node_document(node: "Node", version: str, uptime_s: float) -> NodeDocument:
         "boot_epoch": node.boot_epoch,
         "uptime_s": round(uptime_s, 3),
         "host": _host(node),
+        "ssd": ssd_document(node),
         "caches": _caches(node),
         "lookups": _lookups(node),
         "writes": _writes(node),
-        "evictions": _evictions(node),
+        "evictions": {
+            "host": _evictions(node.counters.host_evictions),
+            "ssd": _evictions(node.counters.ssd_evictions),
+        },
+        "loads": loads_document(node),
+        "demotions": demotions_document(node),
         "folds": _folds(node),
         "handles": _handles(node),
-        "corrupt": node.counters.corrupt,
+        "integrity": integrity_document(node),
+        "recovery": recovery_document(node),
     }
 
 
@@ -141,7 +169,7 @@ def _host(node: "Node") -> HostDocument:
     return {
         "capacity_bytes": node.tier.capacity_bytes,
         "used_bytes": node.tier.used_bytes,
-        "record_bytes": totals.master_bytes + totals.mirror_bytes + totals.hidden_bytes,
+        "record_bytes": totals.host_bytes,
         "unpublished_bytes": node.allocation.unpublished_bytes,
         "held_bytes": totals.held_bytes,
     }
@@ -170,6 +198,7 @@ def _lookups(node: "Node") -> LookupsDocument:
         "exact": lookups.exact,
         "refreshed": lookups.refreshed,
         "shifted": lookups.shifted,
+        "from_ssd": lookups.from_ssd,
         "missed": {
             reason.name.lower(): lookups.misses[reason] for reason in MissReason if reason is not MissReason.NONE
         },
@@ -190,12 +219,12 @@ def _writes(node: "Node") -> WritesDocument:
     }
 
 
-def _evictions(node: "Node") -> EvictionsDocument:
-    counters = node.counters
+def _evictions(counters: EvictionCounters) -> EvictionsDocument:
     return {
-        "groups": counters.evicted_groups,
-        "caches": counters.evicted_caches,
-        "record_bytes": counters.evicted_bytes,
+        "groups": counters.groups,
+        "caches": counters.caches,
+        "record_bytes": counters.record_bytes,
+        "lost": counters.lost,
     }
 
 

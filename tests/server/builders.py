@@ -8,9 +8,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 
+from kvservice.caches import Cache, group_of
 from kvservice.calls import CacheCalls
-from kvservice.catalog import Cache
 from kvservice.kernels.cpu import diff_layer, materialise_layer, move_rows
 from kvservice.kernels.shapes import MirrorRows, Rotation
 from kvservice.limits import NodeLimits
@@ -400,6 +401,9 @@ def _check_holds(node: Node, everything: Sequence[Cache]) -> None:
         holds.update(grant.caches)
     holds.update(reservation.master for reservation in node.store.open.values() if reservation.master is not None)
     holds.update(node.families.held)
+    if node.ssd is not None:
+        holds.update(node.ssd.promotion.loads.keys())
+        holds.update(node.ssd.demotion.writing.keys())
     for cache, count in list(holds.items()):
         if cache.master is not None:
             holds[cache.master] += count
@@ -407,8 +411,18 @@ def _check_holds(node: Node, everything: Sequence[Cache]) -> None:
         assert cache.holds == holds.pop(cache, 0)
     assert not holds, "something is held that is not there"
     heads = {cache for cache in everything if cache.master is None}
-    assert set(node.catalog.idle) == {cache for cache in heads if not cache.holds}
+    orders = node.catalog.orders
+    assert set(orders.host) == {cache for cache in heads if not cache.holds and _sum(cache, "is_on_host")}
+    assert set(orders.ssd) == {cache for cache in heads if not cache.holds and _sum(cache, "is_on_ssd")}
     assert set(node.catalog.held) == {cache for cache in heads if cache.holds}
+    for cache in heads:
+        assert group_of(cache).host_bytes == _sum(cache, "is_on_host")
+        assert group_of(cache).ssd_bytes == _sum(cache, "is_on_ssd")
+        assert group_of(cache).seconds == pytest.approx(sum(one.worth_s for one in cache.members()))
+
+
+def _sum(head: Cache, where: str) -> int:
+    return sum(cache.record_bytes for cache in head.members() if getattr(cache, where))
 
 
 def _check_bytes(node: Node, published: Sequence[Cache]) -> None:
@@ -423,11 +437,18 @@ def _check_bytes(node: Node, published: Sequence[Cache]) -> None:
     assert totals.families == sum(len(space.families) for space in node.catalog.spaces.values())
     assert totals.groups == len({cache.master or cache for cache in (*published, *hidden)})
     assert totals.held_bytes == sum(cache.record_bytes for cache in (*published, *hidden) if cache.holds)
-    extents = [cache.extent for cache in (*published, *hidden)] + list(node.allocation.unpublished.values())
+    everything = (*published, *hidden)
+    assert all(cache.is_on_host or cache.is_on_ssd for cache in everything), "a cache is somewhere"
+    on_host = [cache for cache in everything if cache.is_on_host]
+    on_ssd = [cache for cache in everything if cache.is_on_ssd]
+    assert (totals.host_caches, totals.host_bytes) == (len(on_host), sum(cache.record_bytes for cache in on_host))
+    assert (totals.ssd_caches, totals.ssd_bytes) == (len(on_ssd), sum(cache.record_bytes for cache in on_ssd))
+    extents = [cache.extent for cache in on_host] + list(node.allocation.unpublished.values())
     assert node.allocation.unpublished_bytes == sum(e.length for e in node.allocation.unpublished.values())
     page = tier.allocator.granularity
-    assert tier.used_bytes == sum(-(-extent.length // page) * page for extent in extents)
-    assert all(tier.allocator.holds(extent) for extent in extents)
+    in_tier = [extent for extent in extents if extent.offset < tier.staging_offset]
+    assert tier.used_bytes == sum(-(-extent.length // page) * page for extent in in_tier)
+    assert all(tier.holds(extent) for extent in extents)
     tier.allocator.check()
 
 

@@ -28,7 +28,7 @@ async def test_a_record_that_leases_leave_no_gap_for_evicts_nothing_and_is_told_
     outcome = await client.reserve(make_meta(IDENTITY, "large"), 5 * SLOT)
     assert outcome.error.code == "CAPACITY"
     assert f"{4 * SLOT} of {8 * SLOT}" in outcome.error.message
-    assert world.node.counters.evicted_groups == 0
+    assert world.node.counters.host_evictions.groups == 0
     assert world.node.catalog.totals.masters == 8
     assert (await client.reserve(make_meta(IDENTITY, "large"), 4 * SLOT)).WhichOneof("outcome") == "reserved"
     world.check()
@@ -40,7 +40,7 @@ async def test_a_gap_is_counted_in_whole_pages() -> None:
     world, client = await filled(8)
     await client.find(make_meta(IDENTITY, 4))
     assert (await client.reserve(make_meta(IDENTITY, "large"), 4 * SLOT + 1)).error.code == "CAPACITY"
-    assert world.node.counters.evicted_groups == 0
+    assert world.node.counters.host_evictions.groups == 0
     assert (await client.reserve(make_meta(IDENTITY, "large"), 4 * SLOT - 1)).WhichOneof("outcome") == "reserved"
 
 
@@ -49,7 +49,7 @@ async def test_what_is_being_written_is_in_the_way_too() -> None:
     assert (await client.reserve(make_meta(IDENTITY, "small"), SLOT)).WhichOneof("outcome") == "reserved"
     outcome = await client.reserve(make_meta(IDENTITY, "large"), 8 * SLOT)
     assert outcome.error.code == "CAPACITY"
-    assert world.node.counters.evicted_groups == 1, "the first reservation's"
+    assert world.node.counters.host_evictions.groups == 1, "the first reservation's"
 
 
 async def test_mirrors_of_a_held_master_are_in_the_way_since_their_group_stays() -> None:

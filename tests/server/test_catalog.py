@@ -58,7 +58,7 @@ async def test_the_group_that_was_not_used_for_longest_goes_first() -> None:
         await client.store(meta, make_planes())
         world.check()
     assert held(world, metas) == [True, False, False, True, True]
-    assert world.node.counters.evicted_groups == 2
+    assert world.node.counters.host_evictions.groups == 2
 
 
 async def test_a_group_goes_as_a_whole() -> None:
@@ -69,7 +69,7 @@ async def test_a_group_goes_as_a_whole() -> None:
     await client.store(other, make_planes())
     assert held(world, metas) == [False, False, False]
     counters = world.node.counters
-    assert (counters.evicted_groups, counters.evicted_caches) == (1, 3)
+    assert (counters.host_evictions.groups, counters.host_evictions.caches) == (1, 3)
     world.check()
 
 

@@ -307,7 +307,7 @@ class NodeMachine(RuleBasedStateMachine):
         check_node(node)
         assert self.world.is_empty_handed()
         assert not node.sessions.open
-        while node.catalog.evict_oldest():
+        while node.catalog.evict_host():
             check_node(node)
         assert node.tier.used_bytes == 0
         assert not node.catalog.spaces

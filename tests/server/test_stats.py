@@ -64,7 +64,7 @@ async def test_evictions_are_counted_in_groups_caches_and_bytes() -> None:
     metas = [make_meta(IDENTITY, name) for name in range(12)]
     for meta in metas:
         await client.store(meta, make_planes())
-    evictions, caches = world.node.stats_document()["evictions"], world.node.stats_document()["caches"]
+    evictions, caches = world.node.stats_document()["evictions"]["host"], world.node.stats_document()["caches"]
     assert evictions["groups"] == evictions["caches"] == 12 - caches["master"]["count"] > 0
     one = caches["master"]["record_bytes"] // caches["master"]["count"]
     assert evictions["record_bytes"] == one * evictions["caches"]

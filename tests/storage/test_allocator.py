@@ -39,6 +39,10 @@ class NaiveAllocator:
         self.mark(Extent(first * GRANULE, length), is_taken=True)
         return Extent(first * GRANULE, length)
 
+    def is_free(self, extent: Extent) -> bool:
+        first, end = extent.offset // GRANULE, -(-extent.end // GRANULE)
+        return first >= 0 and end <= GRANULES and not any(self.taken[first:end])
+
     def mark(self, extent: Extent, *, is_taken: bool) -> None:
         for index in range(extent.offset // GRANULE, -(-extent.end // GRANULE)):
             assert self.taken[index] is not is_taken
@@ -59,6 +63,17 @@ class AllocatorMachine(RuleBasedStateMachine):
         assert extent == self.naive.allocate(length)
         return multiple() if extent is None else extent
 
+    @rule(target=extents, first=st.integers(-1, GRANULES), off=st.sampled_from([0, 0, 0, 1]), length=st.integers(1, 64))
+    def allocate_at(self, first: int, off: int, length: int) -> Extent | MultipleResults[Extent]:
+        extent = Extent(first * GRANULE + off, length)
+        if off or not self.naive.is_free(extent):
+            with pytest.raises(InvalidInputError):
+                self.allocator.allocate_at(extent.offset, length)
+            return multiple()
+        assert self.allocator.allocate_at(extent.offset, length) == extent
+        self.naive.mark(extent, is_taken=True)
+        return extent
+
     @rule(extent=consumes(extents))
     def free(self, extent: Extent) -> None:
         self.allocator.free(extent)
@@ -71,6 +86,8 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.allocator.check()
         assert self.allocator.used_bytes == sum(self.naive.taken) * GRANULE
         assert self.allocator.free_bytes + self.allocator.used_bytes == GRANULES * GRANULE
+        stretches = [(first * GRANULE, granules * GRANULE) for granules, first in self.naive.stretches()]
+        assert list(self.allocator.free_stretches()) == stretches
         largest = max((granules for granules, _ in self.naive.stretches()), default=0)
         assert self.allocator.largest_free_bytes == largest * GRANULE
 
@@ -136,8 +153,35 @@ def test_extents_it_did_not_give_are_refused_and_change_nothing(stranger: Extent
     assert not allocator.holds(stranger)
 
 
+def test_an_exact_place_leaves_what_is_before_and_behind_it_free() -> None:
+    allocator = ExtentAllocator(10 * GRANULE, GRANULE)
+    assert allocator.allocate_at(3 * GRANULE, GRANULE + 1) == Extent(3 * GRANULE, GRANULE + 1)
+    assert list(allocator.free_stretches()) == [(0, 3 * GRANULE), (5 * GRANULE, 5 * GRANULE)]
+    assert allocator.allocate_at(0, 3 * GRANULE) == Extent(0, 3 * GRANULE)
+    assert allocator.allocate_at(5 * GRANULE, 5 * GRANULE) == Extent(5 * GRANULE, 5 * GRANULE)
+    assert list(allocator.free_stretches()) == []
+    assert allocator.free_bytes == 0
+    allocator.check()
+
+
+@pytest.mark.parametrize("place", [(0, 1), (0, 32), (16, 1), (16, 64), (32, 17), (48, 16), (80, 1), (64, 17), (-16, 1)])
+def test_a_place_that_is_not_all_free_is_refused_and_nothing_changes(place: tuple[int, int]) -> None:
+    allocator = ExtentAllocator(5 * GRANULE, GRANULE)
+    allocator.allocate_at(0, GRANULE)
+    allocator.allocate_at(GRANULE, 1)
+    allocator.allocate_at(3 * GRANULE, GRANULE)
+    with pytest.raises(InvalidInputError, match=r"is taken|no extent"):
+        allocator.allocate_at(*place)
+    assert allocator.used_bytes == 3 * GRANULE
+    assert list(allocator.free_stretches()) == [(2 * GRANULE, GRANULE), (4 * GRANULE, GRANULE)]
+    allocator.check()
+
+
 def test_senseless_sizes_are_refused() -> None:
     allocator = ExtentAllocator(CAPACITY, GRANULE)
+    for place in ((0, 0), (0, -1), (1, 1), (0, CAPACITY)):
+        with pytest.raises(InvalidInputError, match="no extent"):
+            allocator.allocate_at(*place)
     for length in (0, -1):
         with pytest.raises(InvalidInputError, match="1 byte or more"):
             allocator.allocate(length)

@@ -11,7 +11,12 @@ from kvservice.model.errors import InvalidInputError
 from kvservice.storage.arena import Arena
 from kvservice.storage.buffer import Bytes
 from kvservice.storage.host_tier import HostTier
+from kvservice.storage.record import RecordReader
+from kvservice.storage.slab import FoundRecord, Slab
+from kvservice.storage.ssd_tier import SsdTier
 from kvservice.storage.tier import NaiveTier, Tier
+from tests.storage.faulty_disk import FaultyDisk
+from tests.storage.slab_builders import make_record, scan
 
 CAPACITY = 1 << 20
 
@@ -24,13 +29,24 @@ def naive_tier() -> Tier:
     return NaiveTier(CAPACITY)
 
 
-@pytest.fixture(params=[naive_tier, host_tier])
+def ssd_tier() -> Tier:
+    return SsdTier(Slab.create(FaultyDisk(), CAPACITY))
+
+
+@pytest.fixture(params=[naive_tier, host_tier, ssd_tier])
 def tier(request: pytest.FixtureRequest) -> Iterator[Tier]:
     make: Callable[[], Tier] = request.param
     made = make()
     yield made
     if isinstance(made, HostTier):
         made.arena.close()
+    if isinstance(made, SsdTier):
+        made.slab.close()
+
+
+def largest_bytes(tier: Tier) -> int:
+    """The largest record; what remains of the capacity is the tier's own."""
+    return tier.slab.record_bytes_max if isinstance(tier, SsdTier) else tier.capacity_bytes
 
 
 def reserve(tier: Tier, length: int) -> Extent:
@@ -75,11 +91,11 @@ def test_a_source_may_be_read_only(tier: Tier) -> None:
 
 
 def test_a_full_tier_gives_nothing_and_has_room_again_after_a_free(tier: Tier) -> None:
-    extent = reserve(tier, tier.capacity_bytes)
+    extent = reserve(tier, largest_bytes(tier))
     assert tier.reserve(1) is None
     tier.free(extent)
     assert tier.used_bytes == 0
-    assert reserve(tier, tier.capacity_bytes).length == tier.capacity_bytes
+    assert reserve(tier, largest_bytes(tier)).length == largest_bytes(tier)
     assert tier.used_bytes == tier.capacity_bytes
 
 
@@ -92,7 +108,8 @@ def test_used_bytes_cover_what_is_reserved(tier: Tier) -> None:
 
 
 def test_a_record_larger_than_the_tier_is_not_reserved(tier: Tier) -> None:
-    assert tier.reserve(tier.capacity_bytes + 1) is None
+    for length in (largest_bytes(tier) + 1, tier.capacity_bytes + 1):
+        assert tier.reserve(length) is None
     assert tier.used_bytes == 0
 
 
@@ -153,3 +170,18 @@ def test_a_host_view_is_the_extent_itself() -> None:
 def test_a_naive_tier_poisons_what_was_not_written() -> None:
     tier = NaiveTier(100)
     assert set(read(tier, reserve(tier, 10)).tolist()) == {0xCB}
+
+
+def test_the_ssd_tier_writes_records_that_a_scan_finds_until_they_are_freed() -> None:
+    tier = SsdTier(Slab.create(FaultyDisk(), CAPACITY))
+    records = [make_record(tokens=100, seed=seed) for seed in range(3)]
+    extents = [reserve(tier, len(record)) for record in records]
+    for extent, record in zip(extents, records, strict=True):
+        tier.write(extent, record)
+    tier.free(extents.pop(1))
+    found = [one for one in scan(tier.slab) if isinstance(one, FoundRecord)]
+    assert [one.extent for one in found] == extents
+    assert [one.head.header_checksum for one in found] == [
+        RecordReader(read(tier, extent)).header_checksum for extent in extents
+    ]
+    assert found[0].stamp.sequence < found[1].stamp.sequence

@@ -204,6 +204,32 @@ class Location(_message.Message):
     generation: int
     def __init__(self, tier: _Optional[int] = ..., extent: _Optional[_Union[Extent, _Mapping]] = ..., generation: _Optional[int] = ...) -> None: ...
 
+class AwaitRequest(_message.Message):
+    __slots__ = ("session", "lease_id", "known")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    KNOWN_FIELD_NUMBER: _ClassVar[int]
+    session: SessionRef
+    lease_id: int
+    known: _containers.RepeatedCompositeFieldContainer[Arrival]
+    def __init__(self, session: _Optional[_Union[SessionRef, _Mapping]] = ..., lease_id: _Optional[int] = ..., known: _Optional[_Iterable[_Union[Arrival, _Mapping]]] = ...) -> None: ...
+
+class AwaitReply(_message.Message):
+    __slots__ = ("arrivals",)
+    ARRIVALS_FIELD_NUMBER: _ClassVar[int]
+    arrivals: _containers.RepeatedCompositeFieldContainer[Arrival]
+    def __init__(self, arrivals: _Optional[_Iterable[_Union[Arrival, _Mapping]]] = ...) -> None: ...
+
+class Arrival(_message.Message):
+    __slots__ = ("offset", "layers", "error")
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    offset: int
+    layers: int
+    error: ItemError
+    def __init__(self, offset: _Optional[int] = ..., layers: _Optional[int] = ..., error: _Optional[_Union[ItemError, _Mapping]] = ...) -> None: ...
+
 class ReserveRequest(_message.Message):
     __slots__ = ("session", "items")
     SESSION_FIELD_NUMBER: _ClassVar[int]
@@ -213,18 +239,20 @@ class ReserveRequest(_message.Message):
     def __init__(self, session: _Optional[_Union[SessionRef, _Mapping]] = ..., items: _Optional[_Iterable[_Union[ReserveItem, _Mapping]]] = ...) -> None: ...
 
 class ReserveItem(_message.Message):
-    __slots__ = ("namespace", "key", "record_bytes", "master_context", "master_generation")
+    __slots__ = ("namespace", "key", "record_bytes", "master_context", "master_generation", "prefill_s")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
     RECORD_BYTES_FIELD_NUMBER: _ClassVar[int]
     MASTER_CONTEXT_FIELD_NUMBER: _ClassVar[int]
     MASTER_GENERATION_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_S_FIELD_NUMBER: _ClassVar[int]
     namespace: bytes
     key: CacheKey
     record_bytes: int
     master_context: bytes
     master_generation: int
-    def __init__(self, namespace: _Optional[bytes] = ..., key: _Optional[_Union[CacheKey, _Mapping]] = ..., record_bytes: _Optional[int] = ..., master_context: _Optional[bytes] = ..., master_generation: _Optional[int] = ...) -> None: ...
+    prefill_s: float
+    def __init__(self, namespace: _Optional[bytes] = ..., key: _Optional[_Union[CacheKey, _Mapping]] = ..., record_bytes: _Optional[int] = ..., master_context: _Optional[bytes] = ..., master_generation: _Optional[int] = ..., prefill_s: _Optional[float] = ...) -> None: ...
 
 class ReserveReply(_message.Message):
     __slots__ = ("outcomes",)
@@ -383,6 +411,22 @@ class DeleteReply(_message.Message):
     DELETED_FIELD_NUMBER: _ClassVar[int]
     deleted: int
     def __init__(self, deleted: _Optional[int] = ...) -> None: ...
+
+class VerifyRequest(_message.Message):
+    __slots__ = ("session", "namespace", "keys")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    session: SessionRef
+    namespace: bytes
+    keys: _containers.RepeatedCompositeFieldContainer[CacheKey]
+    def __init__(self, session: _Optional[_Union[SessionRef, _Mapping]] = ..., namespace: _Optional[bytes] = ..., keys: _Optional[_Iterable[_Union[CacheKey, _Mapping]]] = ...) -> None: ...
+
+class VerifyReply(_message.Message):
+    __slots__ = ("outcomes",)
+    OUTCOMES_FIELD_NUMBER: _ClassVar[int]
+    outcomes: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, outcomes: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StatsRequest(_message.Message):
     __slots__ = ()

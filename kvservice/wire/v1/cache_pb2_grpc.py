@@ -44,6 +44,11 @@ class CacheServiceStub:
                 request_serializer=kvservice_dot_wire_dot_v1_dot_cache__pb2.LookupRequest.SerializeToString,
                 response_deserializer=kvservice_dot_wire_dot_v1_dot_cache__pb2.LookupReply.FromString,
                 _registered_method=True)
+        self.Await = channel.unary_unary(
+                '/kvservice.wire.v1.CacheService/Await',
+                request_serializer=kvservice_dot_wire_dot_v1_dot_cache__pb2.AwaitRequest.SerializeToString,
+                response_deserializer=kvservice_dot_wire_dot_v1_dot_cache__pb2.AwaitReply.FromString,
+                _registered_method=True)
         self.Reserve = channel.unary_unary(
                 '/kvservice.wire.v1.CacheService/Reserve',
                 request_serializer=kvservice_dot_wire_dot_v1_dot_cache__pb2.ReserveRequest.SerializeToString,
@@ -79,6 +84,11 @@ class CacheServiceStub:
                 request_serializer=kvservice_dot_wire_dot_v1_dot_cache__pb2.DeleteRequest.SerializeToString,
                 response_deserializer=kvservice_dot_wire_dot_v1_dot_cache__pb2.DeleteReply.FromString,
                 _registered_method=True)
+        self.Verify = channel.unary_unary(
+                '/kvservice.wire.v1.CacheService/Verify',
+                request_serializer=kvservice_dot_wire_dot_v1_dot_cache__pb2.VerifyRequest.SerializeToString,
+                response_deserializer=kvservice_dot_wire_dot_v1_dot_cache__pb2.VerifyReply.FromString,
+                _registered_method=True)
         self.Stats = channel.unary_unary(
                 '/kvservice.wire.v1.CacheService/Stats',
                 request_serializer=kvservice_dot_wire_dot_v1_dot_cache__pb2.StatsRequest.SerializeToString,
@@ -98,6 +108,13 @@ class CacheServiceServicer:
 
     def Lookup(self, request, context):
         """All segments of all prompts of a round in one call; what is found is leased.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Await(self, request, context):
+        """Waits until more of what a lease promised has arrived in the arena than the caller knows of.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -146,6 +163,13 @@ class CacheServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Verify(self, request, context):
+        """Looks at the bytes of caches anew: for a client that found a checksum to differ.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Stats(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -164,6 +188,11 @@ def add_CacheServiceServicer_to_server(servicer, server):
                     servicer.Lookup,
                     request_deserializer=kvservice_dot_wire_dot_v1_dot_cache__pb2.LookupRequest.FromString,
                     response_serializer=kvservice_dot_wire_dot_v1_dot_cache__pb2.LookupReply.SerializeToString,
+            ),
+            'Await': grpc.unary_unary_rpc_method_handler(
+                    servicer.Await,
+                    request_deserializer=kvservice_dot_wire_dot_v1_dot_cache__pb2.AwaitRequest.FromString,
+                    response_serializer=kvservice_dot_wire_dot_v1_dot_cache__pb2.AwaitReply.SerializeToString,
             ),
             'Reserve': grpc.unary_unary_rpc_method_handler(
                     servicer.Reserve,
@@ -199,6 +228,11 @@ def add_CacheServiceServicer_to_server(servicer, server):
                     servicer.Delete,
                     request_deserializer=kvservice_dot_wire_dot_v1_dot_cache__pb2.DeleteRequest.FromString,
                     response_serializer=kvservice_dot_wire_dot_v1_dot_cache__pb2.DeleteReply.SerializeToString,
+            ),
+            'Verify': grpc.unary_unary_rpc_method_handler(
+                    servicer.Verify,
+                    request_deserializer=kvservice_dot_wire_dot_v1_dot_cache__pb2.VerifyRequest.FromString,
+                    response_serializer=kvservice_dot_wire_dot_v1_dot_cache__pb2.VerifyReply.SerializeToString,
             ),
             'Stats': grpc.unary_unary_rpc_method_handler(
                     servicer.Stats,
@@ -260,6 +294,33 @@ class CacheService:
             '/kvservice.wire.v1.CacheService/Lookup',
             kvservice_dot_wire_dot_v1_dot_cache__pb2.LookupRequest.SerializeToString,
             kvservice_dot_wire_dot_v1_dot_cache__pb2.LookupReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Await(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvservice.wire.v1.CacheService/Await',
+            kvservice_dot_wire_dot_v1_dot_cache__pb2.AwaitRequest.SerializeToString,
+            kvservice_dot_wire_dot_v1_dot_cache__pb2.AwaitReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -449,6 +510,33 @@ class CacheService:
             '/kvservice.wire.v1.CacheService/Delete',
             kvservice_dot_wire_dot_v1_dot_cache__pb2.DeleteRequest.SerializeToString,
             kvservice_dot_wire_dot_v1_dot_cache__pb2.DeleteReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Verify(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvservice.wire.v1.CacheService/Verify',
+            kvservice_dot_wire_dot_v1_dot_cache__pb2.VerifyRequest.SerializeToString,
+            kvservice_dot_wire_dot_v1_dot_cache__pb2.VerifyReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,63 @@
+"""What of the found records has arrived in the arena: those that were on SSD come while a restore already runs."""
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from kvservice.model.cache import Tier
+from kvservice.model.errors import KVServiceError, UnavailableError, error_from_code
+from kvservice.model.lease import Lease
+from kvservice.model.plan import Location
+from kvservice.wire.v1 import cache_pb2 as wire
+
+ARRIVE_TIMEOUT_S = 60.0
+"""One layer may take this long; a disk gives thousands in that time."""
+
+
+class AwaitsArrivals(Protocol):
+    """A session, as far as this needs one."""
+
+    def await_arrivals(self, lease: Lease, known: Mapping[int, int]) -> Sequence[wire.Arrival]:
+        """Every load of the lease, once there is more than ``known`` (layers by offset)."""
+
+
+class Arrivals:
+    """The records of one lease. Any thread may wait; they share what one of them hears.
+
+    Records that were in memory when they were found are there: nothing is asked for them.
+    """
+
+    def __init__(self, session: AwaitsArrivals, lease: Lease, clock: Callable[[], float] = time.monotonic) -> None:
+        self._session = session
+        self._lease = lease
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._layers: dict[int, int] = {}
+        self._errors: dict[int, KVServiceError] = {}
+
+    def wait_for(self, place: Location, layers: int, timeout_s: float = ARRIVE_TIMEOUT_S) -> int:
+        """Return once the first ``layers`` layers at ``place`` are there and verified; how many are.
+
+        Raises CorruptError or DiskError if they never will be, UnavailableError when they are not in time, and what
+        asking the node raises.
+        """
+        if place.tier is not Tier.SSD:
+            return layers
+        offset, deadline_s = place.extent.offset, self._clock() + timeout_s
+        with self._lock:
+            while self._layers.get(offset, 0) < layers:
+                if offset in self._errors:
+                    raise self._errors[offset]
+                if self._clock() >= deadline_s:
+                    raise UnavailableError(
+                        f"layer {layers - 1} of a record on SSD did not arrive within {timeout_s:g} s; recompute it"
+                    )
+                self._ask()
+            return self._layers[offset]
+
+    def _ask(self) -> None:
+        for arrival in self._session.await_arrivals(self._lease, self._layers):
+            self._layers[arrival.offset] = arrival.layers
+            if arrival.HasField("error"):
+                self._errors[arrival.offset] = error_from_code(arrival.error.code, arrival.error.message)

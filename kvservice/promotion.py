@@ -1,0 +1,174 @@
+"""Promotion: records that a lookup found on SSD are read into the arena while the client already restores them.
+
+The state is the loop's; pieces are read and verified on I/O threads. A cache on its way is held until all pieces are
+done, whatever becomes of the lease, since threads write into its extent.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
+from typing import Protocol
+
+from kvservice.allocation import Allocation
+from kvservice.caches import Cache
+from kvservice.catalog import Catalog
+from kvservice.model.cache import Extent, MasterReference
+from kvservice.model.errors import CorruptError, DiskError, KVServiceError
+from kvservice.stats.counters import Counters
+from kvservice.storage.arrival import RecordArrival
+from kvservice.storage.buffer import Bytes
+from kvservice.worker import Worker
+
+AWAIT_S_MAX = 5.0
+"""An Await without news is answered after this long, so that a client sees that the node lives."""
+
+
+class PieceReader(Protocol):
+    """Where records are read from, piece by piece; storage.slab.Slab is one. Any thread may read."""
+
+    def pieces(self, extent: Extent) -> list[tuple[int, int]]:
+        """(start, end) in the record."""
+
+    def read_piece(self, extent: Extent, start: int, end: int, target: Bytes) -> None:
+        """Fill ``target`` with the record's bytes [start, end). Raises DiskError."""
+
+
+class Load:
+    """One record on its way. ``layers``: how many have arrived and are right. ``is_done``: see ``error``."""
+
+    __slots__ = ("cache", "error", "is_done", "layers", "news", "offset")
+
+    def __init__(self, cache: Cache) -> None:
+        self.cache = cache
+        self.offset = cache.offset
+        self.layers = 0
+        self.error: KVServiceError | None = None
+        self.is_done = False
+        self.news = asyncio.Event()  # set, and replaced, at every step
+
+    def advance(self, layers: int) -> None:
+        """More has arrived."""
+        if layers > self.layers:
+            self.layers = layers
+            self._tell()
+
+    def finish(self, error: KVServiceError | None) -> None:
+        """Nothing more will."""
+        self.error, self.is_done = error, True
+        self._tell()
+
+    def _tell(self) -> None:
+        self.news.set()
+        self.news = asyncio.Event()
+
+
+class Promotion:
+    """The loads under way, by cache. ``quarantine`` takes the place of a record that could not be read off the slab."""
+
+    def __init__(
+        self,
+        source: PieceReader,
+        catalog: Catalog,
+        allocation: Allocation,
+        worker: Worker,
+        counters: Counters,
+        clock: Callable[[], float],
+        quarantine: Callable[[Cache, Extent], Awaitable[None]],
+    ) -> None:
+        self.loads: dict[Cache, Load] = {}
+        self._source = source
+        self._catalog = catalog
+        self._allocation = allocation
+        self._worker = worker
+        self._counters = counters
+        self._clock = clock
+        self._quarantine = quarantine
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def begin(self, cache: Cache) -> Load | None:
+        """Read a held cache's record into the arena, or join the load that does; None if leases leave no room."""
+        if cache in self.loads:
+            return self.loads[cache]
+        extent = self._allocation.take_for_load(cache)
+        if extent is None:
+            return None
+        self._catalog.hold(cache)
+        self._catalog.set_host(cache, extent.offset)
+        self._catalog.arriving.add(cache)
+        load = self.loads[cache] = Load(cache)
+        self._counters.loads.begun += 1
+        self._counters.loads.staged += extent.offset >= self._allocation.tier.staging_offset
+        task = asyncio.get_running_loop().create_task(self._run(load))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return load
+
+    async def _run(self, load: Load) -> None:
+        cache, counters, started_s = load.cache, self._counters.loads, self._clock()
+        error: KVServiceError | None = None
+        try:
+            error = await self._read(load)
+        finally:
+            del self.loads[cache]
+            self._catalog.arriving.discard(cache)
+            if error is None and load.layers < cache.family.space.geometry.layers:
+                error = DiskError(f"cache {cache}: reading it was given up, the node is stopping")
+                self._catalog.condemn(cache)
+            counters.done += 1
+            counters.record_bytes += cache.record_bytes
+            counters.seconds += self._clock() - started_s
+            quarantined = None if error is None else self._condemn(cache, error)
+            load.finish(error)
+            self._catalog.unhold(cache)
+        if quarantined is not None:
+            await self._quarantine(cache, quarantined)
+
+    async def _read(self, load: Load) -> KVServiceError | None:
+        """The first thing that went wrong; reading is over, on every thread, when this returns."""
+        cache, source = load.cache, self._source
+        extent, view = cache.ssd_extent, self._allocation.tier.view(cache.extent)
+        master = cache.master
+        reference = None if master is None else MasterReference(master.context, master.generation)
+        arrival = RecordArrival(view, cache.family.space.namespace, cache.key, cache.generation, reference)
+
+        async def read(start: int, end: int) -> None:
+            load.advance(await self._worker.run(partial(_read_piece, source, extent, start, end, view, arrival)))
+
+        results = await asyncio.gather(*(read(*piece) for piece in source.pieces(extent)), return_exceptions=True)
+        for result in results:
+            if isinstance(result, KVServiceError):
+                return result
+            if isinstance(result, BaseException):
+                raise result
+        return None
+
+    def _condemn(self, cache: Cache, error: KVServiceError) -> Extent | None:
+        """Nothing of the record is ever read again, whether its bytes are wrong or the disk does not give them."""
+        self._counters.loads.failed += 1
+        if cache in self._catalog.condemned:
+            return None  # not read to its end, and not known to be wrong
+        self._counters.corrupt["ssd"] += isinstance(error, CorruptError)
+        extent = self._catalog.quarantine_ssd(cache) if cache.is_on_ssd else None
+        self._catalog.hide_with_mirrors(cache)
+        return extent
+
+    async def wait(self, loads: Iterable[Load], known: dict[int, int]) -> None:
+        """Return once a load has news: more layers than ``known`` (by offset) or its end; or after AWAIT_S_MAX."""
+        found = list(loads)
+        if any(load.is_done or load.layers > known.get(load.offset, 0) for load in found) or not found:
+            return
+        waiting = [asyncio.ensure_future(load.news.wait()) for load in found]
+        try:
+            await asyncio.wait(waiting, timeout=AWAIT_S_MAX, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for one in waiting:
+                one.cancel()
+
+    async def stop(self) -> None:
+        """Wait for the threads; what is not whole then is dropped with its leases."""
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def _read_piece(source: PieceReader, extent: Extent, start: int, end: int, view: Bytes, arrival: RecordArrival) -> int:
+    source.read_piece(extent, start, end, view[start:end])
+    return arrival.arrived(start, end)

@@ -1,0 +1,68 @@
+"""Verifies a record while its pieces arrive, so that its first layers are read while the last ones are on their way."""
+
+import threading
+
+from kvservice.model.cache import MasterReference
+from kvservice.model.errors import CorruptError, RecordFormatError
+from kvservice.model.identity import Namespace
+from kvservice.model.segment import CacheKey
+from kvservice.storage.buffer import Bytes
+from kvservice.storage.record_header import HEADER_BYTES_MAX, PREFIX_BYTES
+from kvservice.storage.record_layout import SECTION_ALIGNMENT
+from kvservice.storage.record_reader import RecordReader
+
+HEAD_BYTES_MAX = PREFIX_BYTES + HEADER_BYTES_MAX + SECTION_ALIGNMENT
+"""Behind this no record's head and its padding reach."""
+
+
+class RecordArrival:
+    """One record on its way into ``target``. Pieces may arrive in any order, from any thread.
+
+    ``namespace``, ``key``, ``generation`` and ``master``: what the record must be; another one in its place is CORRUPT.
+    """
+
+    def __init__(
+        self, target: Bytes, namespace: Namespace, key: CacheKey, generation: int, master: MasterReference | None
+    ) -> None:
+        self._target = target
+        self._said = (namespace, key, generation, master)
+        self._lock = threading.Lock()
+        self._waiting: dict[int, int] = {}
+        self._end = 0
+        self._reader: RecordReader | None = None
+        self._layers = 0
+
+    def arrived(self, start: int, end: int) -> int:
+        """Bytes [start, end) are there: how many layers, from the first on, are now known to be right.
+
+        Raises CorruptError once something is not what was stored; nothing behind it is ever counted. A piece that
+        closes a gap verifies all that waited for it, in the calling thread.
+        """
+        with self._lock:
+            self._waiting[start] = end
+            while self._end in self._waiting:
+                self._end = self._waiting.pop(self._end)
+            if self._end >= min(len(self._target), HEAD_BYTES_MAX):
+                self._verify()
+            return self._layers
+
+    def _verify(self) -> None:
+        if self._reader is None:
+            self._reader = self._open()
+        ends = [*self._reader.layout.section_offsets[1:], self._reader.layout.record_bytes]
+        while self._layers < len(ends) and ends[self._layers] <= self._end:
+            self._reader.verify_layer(self._layers)
+            self._layers += 1
+
+    def _open(self) -> RecordReader:
+        try:
+            reader = RecordReader(self._target)
+        except RecordFormatError as error:
+            raise CorruptError(f"cache {self._said[1]}: what lies in its place is no record: {error}") from error
+        found = (reader.meta.namespace, reader.meta.key, reader.generation, reader.meta.master)
+        if found != self._said or reader.layout.record_bytes != len(self._target):
+            raise CorruptError(
+                f"cache {self._said[1]}: in its place lies the {reader} of {reader.layout.record_bytes} bytes, "
+                f"generation {reader.generation:016x}"
+            )
+        return reader
