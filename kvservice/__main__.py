@@ -35,6 +35,7 @@ def _parser() -> argparse.ArgumentParser:
     serve.set_defaults(run=_serve)
     stats = commands.add_parser("stats", help="print what a running node holds")
     stats.add_argument("--http", default=f"127.0.0.1:{Settings().http_port}", metavar="HOST:PORT")
+    stats.add_argument("--json", action="store_true", help="the whole document, for programs")
     stats.set_defaults(run=_stats)
     _add_client_commands(commands)
     return parser
@@ -62,6 +63,7 @@ def _serve(parsed: argparse.Namespace) -> int:
     def announce(addresses: Addresses) -> None:
         line = f"kvservice {__version__}: unix:{addresses.socket}, gRPC port {addresses.grpc_port}, "
         line += f"HTTP port {addresses.http_port}, host arena {settings.host_bytes} bytes"
+        line += f", SSD {settings.ssd_folder} of {settings.ssd_bytes} bytes" if settings.ssd_folder else ", no SSD"
         print(line, flush=True)
 
     asyncio.run(serve(settings, announce))
@@ -69,13 +71,18 @@ def _serve(parsed: argparse.Namespace) -> int:
 
 
 def _stats(parsed: argparse.Namespace) -> int:
+    from kvservice.stats.report import print_stats
+
     try:
         with urllib.request.urlopen(f"http://{parsed.http}/stats", timeout=HTTP_TIMEOUT_S) as reply:
             document = json.load(reply)
     except OSError as error:
         print(f"kvservice: no node answers at {parsed.http}: {error}. Is `kvservice serve` running?", file=sys.stderr)
         return 1
-    print(json.dumps(document, indent=2))
+    if parsed.json:
+        print(json.dumps(document, indent=2))
+    else:
+        print_stats(document)
     return 0
 
 

@@ -28,6 +28,7 @@ from kvservice.config import Settings
 from kvservice.data_socket import DataSocket, remove_stale_socket
 from kvservice.model.limits import GRPC_OPTIONS
 from kvservice.rpc import add_to_server
+from kvservice.stats.document import NodeDocument
 from kvservice.stats.http import build_http
 from kvservice.wire.v1 import cache_pb2
 
@@ -217,6 +218,10 @@ class LocalNode:
     def arena(self) -> np.ndarray:
         """The host arena, uint8 ``[bytes]``. Read leased extents, write reserved ones."""
         return self._arena.view
+
+    def stats(self) -> NodeDocument:
+        """What the node holds and has done; see stats/document.py."""
+        return self._thread.run(_on_loop(self._node.stats_document))
 
     def open_session(self, hello: cache_pb2.Hello) -> cache_pb2.Welcome:
         """Open a session; the caller closes it."""

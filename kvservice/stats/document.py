@@ -34,6 +34,7 @@ class HostDocument(TypedDict):
     capacity_bytes: int
     used_bytes: int
     record_bytes: int
+    caches: int
     unpublished_bytes: int
     held_bytes: int
 
@@ -170,6 +171,7 @@ def _host(node: "Node") -> HostDocument:
         "capacity_bytes": node.tier.capacity_bytes,
         "used_bytes": node.tier.used_bytes,
         "record_bytes": totals.host_bytes,
+        "caches": totals.host_caches,
         "unpublished_bytes": node.allocation.unpublished_bytes,
         "held_bytes": totals.held_bytes,
     }

@@ -47,6 +47,7 @@ METRICS = (
     _gauge("host_capacity_bytes", "Size of the host arena.", "host", "capacity_bytes"),
     _gauge("host_used_bytes", "Allocated bytes, with rounding and what is being written.", "host", "used_bytes"),
     _gauge("host_record_bytes", "Bytes of records, of hidden ones too.", "host", "record_bytes"),
+    _gauge("host_caches", "Caches with a record in host memory.", "host", "caches"),
     _gauge("host_unpublished_bytes", "Bytes reserved or being folded, not published.", "host", "unpublished_bytes"),
     _gauge("host_held_bytes", "Bytes that leases or workers hold.", "host", "held_bytes"),
     _gauge("caches", "Caches by kind.", "caches", "*", "count", labels=("kind",)),

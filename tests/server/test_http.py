@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvservice.__main__ import main
 from kvservice.app import Service
 from kvservice.config import Settings
 from kvservice.stats.metrics import METRICS
@@ -54,3 +55,19 @@ def test_stats_and_metrics_tell_the_same(port: int) -> None:
 def test_unknown_paths_are_not_found(port: int) -> None:
     with pytest.raises(urllib.error.HTTPError, match="404"):
         get(port, "/nothing")
+
+
+def test_the_stats_command_prints_tiers_lookups_and_the_last_start(
+    port: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["stats", "--http", f"127.0.0.1:{port}"]) == 0
+    printed = capsys.readouterr().out
+    for words in ("Tiers", "host", "Segments", "in memory", "on SSD", "no SSD tier", "quarantined"):
+        assert words in printed
+    assert main(["stats", "--http", f"127.0.0.1:{port}", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["recovery"]["kind"] == "none"
+
+
+def test_the_stats_command_says_when_nobody_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["stats", "--http", "127.0.0.1:1"]) == 1
+    assert "kvservice serve" in capsys.readouterr().err

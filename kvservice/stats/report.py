@@ -1,0 +1,85 @@
+"""The stats document as a table for people: what lies in which tier, what was found where, how the last start went."""
+
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def print_stats(document: dict[str, Any], console: Console | None = None) -> None:
+    """Print the document of GET /stats."""
+    (console or Console()).print(stats_tables(document))
+
+
+def stats_tables(document: dict[str, Any]) -> RenderableType:
+    """Tiers, lookups, health."""
+    return Group(_tiers(document), _lookups(document), _health(document))
+
+
+def _tiers(document: dict[str, Any]) -> Table:
+    table = Table("tier", "size", "used", "records", "caches", "evicted", "lost", "corrupt", title="Tiers")
+    host, ssd, totals = document["host"], document["ssd"], document["caches"]
+    corrupt = document["integrity"]["corrupt"]
+    held = {"host": host["caches"], "ssd": ssd["caches"]}
+    for name, tier in (("host", host), ("ssd", ssd)):
+        if name == "ssd" and not ssd["is_open"]:
+            continue
+        evictions = document["evictions"][name]
+        table.add_row(
+            name,
+            text_of_bytes(tier["capacity_bytes"]),
+            text_of_bytes(tier["used_bytes"]),
+            text_of_bytes(tier["record_bytes"]),
+            str(held[name]),
+            str(evictions["caches"]),
+            str(evictions["lost"]),
+            str(corrupt[name]),
+        )
+    table.caption = (
+        f"{totals['master']['count']} masters, {totals['mirror']['count']} mirrors in {totals['families']} families; "
+        f"they stand for {text_of_bytes(totals['dense_bytes'])}, {totals['ratio']:.1f} times their own bytes"
+    )
+    return table
+
+
+def _lookups(document: dict[str, Any]) -> Table:
+    lookups = document["lookups"]
+    found = lookups["exact"] + lookups["refreshed"] + lookups["shifted"]
+    table = Table("asked", "found", "in memory", "on SSD", "exact", "refreshed", "shifted", "missed", title="Segments")
+    counts = (lookups["asked"], found, found - lookups["from_ssd"], lookups["from_ssd"], lookups["exact"])
+    missed = {reason: count for reason, count in lookups["missed"].items() if count}
+    rest = (lookups["refreshed"], lookups["shifted"], sum(missed.values()))
+    table.add_row(*(str(count) for count in (*counts, *rest)))
+    if missed:
+        table.caption = "missed: " + ", ".join(f"{reason} {count}" for reason, count in missed.items())
+    return table
+
+
+def _health(document: dict[str, Any]) -> Table:
+    recovery, integrity, ssd = document["recovery"], document["integrity"], document["ssd"]
+    table = Table("what", "how it stands", title="Health", show_header=False)
+    table.add_row("version, uptime", f"{document['version']}, {document['uptime_s']:.0f} s")
+    dropped = sum(recovery["dropped"].values())
+    start = f"{recovery['kind']}: {recovery['records']} records in {recovery['seconds']:.3f} s, {dropped} dropped"
+    table.add_row("last start", start if ssd["is_open"] else "no SSD tier")
+    table.add_row("quarantined", text_of_bytes(ssd["quarantined_bytes"]))
+    table.add_row("scrubbed", f"{integrity['scrub_passes']} passes, {text_of_bytes(integrity['scrubbed_bytes'])}")
+    refused = {reason: count for reason, count in ssd["not_admitted"].items() if count}
+    table.add_row(
+        "not written to SSD", ", ".join(f"{reason} {count}" for reason, count in refused.items()) or "nothing"
+    )
+    handles = document["handles"]
+    names = ("sessions", "leases", "reservations")
+    table.add_row("held", ", ".join(f"{handles[name]} {name}" for name in names))
+    return table
+
+
+def text_of_bytes(count: float) -> str:
+    """Such as ``1.5 GiB``."""
+    for unit in _UNITS:
+        if count < 1024 or unit == _UNITS[-1]:
+            break
+        count /= 1024
+    return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
