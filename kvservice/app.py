@@ -9,9 +9,11 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -26,6 +28,7 @@ from kvservice.building import build_node
 from kvservice.calls import CacheCalls
 from kvservice.config import Settings
 from kvservice.data_socket import DataSocket, remove_stale_socket
+from kvservice.model.errors import KVServiceError, UnavailableError
 from kvservice.model.limits import GRPC_OPTIONS
 from kvservice.rpc import add_to_server
 from kvservice.stats.document import NodeDocument
@@ -57,9 +60,8 @@ class NodeServers:
         self._settings = settings
         self._built = build_node(settings, str(settings.data_socket_path), owns_process=owns_process)
         self._node, self._arena = self._built.node, self._built.arena
-        self._data = DataSocket(
-            settings.data_socket_path, self._arena.bytes, self._node.session_access, self._open_descriptor
-        )
+        self._calls = CacheCalls(self._node)
+        self._data = DataSocket(settings.data_socket_path, self._arena.bytes, self._calls, self._open_descriptor)
         self._grpc = grpc.aio.server(options=GRPC_OPTIONS)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # set by the package at import
         self._http: web.AppRunner | None = None
@@ -92,7 +94,7 @@ class NodeServers:
         self._built.close()
 
     async def _start_grpc(self) -> int:
-        add_to_server(CacheCalls(self._node), self._grpc)
+        add_to_server(self._calls, self._grpc)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._grpc)
@@ -138,6 +140,7 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
+        self._posted: set[asyncio.Task[None]] = set()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -149,6 +152,15 @@ class LoopThread:
         """The result of ``work``, run on the loop; exceptions are raised here."""
         future: Future[T] = asyncio.run_coroutine_threadsafe(_as_coroutine(work), self.loop)
         return future.result(timeout_s)
+
+    def post(self, work: Callable[[], Coroutine[None, None, None]]) -> None:
+        """Have the loop begin ``work``, before anything that this thread asks for later, and return at once."""
+        self.loop.call_soon_threadsafe(self._begin, work)
+
+    def _begin(self, work: Callable[[], Coroutine[None, None, None]]) -> None:
+        task = self.loop.create_task(work())
+        self._posted.add(task)  # the loop itself holds no task
+        task.add_done_callback(self._posted.discard)
 
     def close(self) -> None:
         """Stop the loop and wait for its thread."""
@@ -239,3 +251,14 @@ class LocalNode:
         """One call of the cache service by its name, such as ``"Lookup"``. Raises KVServiceError."""
         reply: Message = self._thread.run(self._calls.call(name, request))
         return reply
+
+    def post(self, name: str, request: Message) -> None:
+        """The same call, without waiting for what comes of it. Raises UnavailableError if the node has ended."""
+        try:
+            self._thread.post(partial(self._unheard, name, request))
+        except RuntimeError as error:
+            raise UnavailableError(f"the node in this process has ended: {error}; start another") from error
+
+    async def _unheard(self, name: str, request: Message) -> None:
+        with suppress(KVServiceError):
+            await self._calls.call(name, request)

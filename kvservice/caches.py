@@ -18,7 +18,9 @@ POSITION_MAX = (1 << 32) - 1
 NOWHERE = -1
 """The offset of a record that is not in a tier."""
 PREFILL_TOKEN_S = 1e-4
-"""Seconds of prefill a token that are assumed where the writer did not say: 10,000 tokens a second."""
+"""Seconds of prefill a token that are assumed until a writer says: 10,000 tokens a second."""
+PREFILL_SHARE = 1 / 16
+"""Of the newest report in a namespace's mean."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +40,13 @@ class Space:
     """One namespace: its identity, its families by segment id, the keys that are being written.
 
     ``sessions`` counts the sessions that registered it; a space without sessions, caches and writers is dropped.
-    ``end_max``: the position behind the last token that a cache in here may have.
+    ``end_max``: the position behind the last token that a cache in here may have. ``token_s``: seconds of prefill a
+    token, a running mean over all that writers said, since a single report is noisy and grows with the position.
     """
 
     __slots__ = (
         "end_max", "families", "identity", "namespace", "pending", "pinned_reason", "sessions", "token_bytes",
+        "token_s",
     )  # fmt: skip
 
     def __init__(self, namespace: Namespace, identity: Identity) -> None:
@@ -54,6 +58,12 @@ class Space:
         self.families: dict[SegmentId, Family] = {}
         self.pending: set[tuple[SegmentId, ContextId]] = set()
         self.sessions = 0
+        self.token_s = PREFILL_TOKEN_S
+
+    def note_prefill(self, tokens: int, prefill_s: float) -> None:
+        """A writer says what computing a cache took; 0: it does not say."""
+        if prefill_s > 0:
+            self.token_s += PREFILL_SHARE * (prefill_s / tokens - self.token_s)
 
     @property
     def geometry(self) -> Geometry:
@@ -169,11 +179,6 @@ class Cache:
         """Payload bytes that it stands for."""
         return self.family.tokens * self.family.space.token_bytes
 
-    @property
-    def worth_s(self) -> float:
-        """Seconds of prefill that finding it saves: what the writer said, or a guess from its tokens."""
-        return self.prefill_s or self.family.tokens * PREFILL_TOKEN_S
-
     def members(self) -> "Iterator[Cache]":
         """Of a master: its mirrors, hidden ones too, then itself."""
         yield from self.mirrors or ()
@@ -183,12 +188,12 @@ class Cache:
 class Group:
     """Sums over a master and its mirrors, hidden ones too. ``uses``: lookups that one of them answered."""
 
-    __slots__ = ("host_bytes", "seconds", "ssd_bytes", "uses")
+    __slots__ = ("host_bytes", "ssd_bytes", "tokens", "uses")
 
     def __init__(self) -> None:
         self.host_bytes = 0
         self.ssd_bytes = 0
-        self.seconds = 0.0
+        self.tokens = 0
         self.uses = 0
 
 

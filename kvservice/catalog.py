@@ -144,7 +144,8 @@ class Catalog:
                 master.mirrors = {}
             master.mirrors[cache] = None
         self.totals.count(cache, 1)
-        group_of(cache).seconds += cache.worth_s
+        group_of(cache).tokens += cache.family.tokens
+        cache.family.space.note_prefill(cache.family.tokens, cache.prefill_s)
 
     def hide(self, cache: Cache) -> None:
         """Take a cache out of sight at once. Its bytes go when the last hold and, of a master, the last mirror goes."""
@@ -380,5 +381,5 @@ class Catalog:
             return
         assert master.mirrors is not None
         del master.mirrors[cache]
-        group_of(master).seconds -= cache.worth_s
+        group_of(master).tokens -= cache.family.tokens
         self._settle(master)

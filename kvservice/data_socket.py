@@ -1,48 +1,55 @@
-"""The data socket: hands the arena's descriptor to a session of the same host, once.
+"""The data socket: hands the arena's descriptor to a session of the same host, and carries its calls.
 
-    request := b"KVSARENA" session_id:16 boot_epoch:u64
-    reply   := status:u32 arena_bytes:u64 message:utf-8        status 0 comes with one descriptor (SCM_RIGHTS)
-
-A session that does not write gets a read-only descriptor. Little endian. It must never carry payload.
+Grammar: model/frames.py. The connection that got the arena stays open as long as the client has the arena mapped: it
+is how the node knows that a lost session's process may still write (Store.detach). Calls go over further connections,
+so that one which is given up can be closed. A session that does not write gets a read-only descriptor.
 """
 
 import asyncio
 import logging
 import os
 import socket
-import struct
 from collections.abc import Callable
 from pathlib import Path
 
-REQUEST_BYTES = 32
-MESSAGE_BYTES_MAX = 240
+from kvservice.calls import CacheCalls
+from kvservice.control_socket import CallConnection
+from kvservice.model.errors import StaleEpochError, UnknownSessionError
+from kvservice.model.frames import (
+    ARENA_MAGIC,
+    CALLS_MAGIC,
+    HELLO,
+    STATUS_BAD_REQUEST,
+    STATUS_OK,
+    STATUS_TOO_MANY,
+    STATUS_UNKNOWN_SESSION,
+    WELCOME,
+    WELCOME_TEXT_BYTES_MAX,
+)
+from kvservice.sessions import Session
+
 REQUEST_TIMEOUT_S = 5.0
 ANSWERING_MAX = 256
+CONNECTIONS_MAX = 16384
+CONNECTIONS_PER_SESSION_MAX = 8
 ACCEPT_PAUSE_S = 0.1
-_MAGIC = b"KVSARENA"
-_REPLY = struct.Struct("<IQ")
-STATUS_OK, STATUS_BAD_REQUEST, STATUS_UNKNOWN_SESSION = 0, 1, 2
 
 log = logging.getLogger(__name__)
 
-SessionAccess = Callable[[bytes, int], "bool | None"]
-"""(session id, boot epoch) -> does the session write? None if there is no such session."""
-
 
 class DataSocket:
-    """Serves the arena's descriptor. Lives on the event loop that starts it."""
+    """Serves arena and calls to sessions. Lives on the event loop that starts it."""
 
-    def __init__(
-        self, path: Path, arena_bytes: int, access: SessionAccess, open_descriptor: Callable[[bool], int]
-    ) -> None:
+    def __init__(self, path: Path, arena_bytes: int, calls: CacheCalls, open_descriptor: Callable[[bool], int]) -> None:
         """``open_descriptor(is_writable)`` gives a new descriptor, which is closed here after it was sent."""
         self._path = path
         self._arena_bytes = arena_bytes
-        self._access = access
+        self._calls = calls
         self._open_descriptor = open_descriptor
         self._listener: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
         self._answering: set[asyncio.Task[None]] = set()
+        self._connections: set[CallConnection] = set()
 
     def start(self) -> None:
         """Bind (mode 0600) and answer until ``stop``."""
@@ -50,11 +57,12 @@ class DataSocket:
         self._accepting = asyncio.get_running_loop().create_task(self._accept(self._listener))
 
     async def stop(self) -> None:
-        """Stop answering and remove the socket. Safe to call twice."""
+        """Stop answering, close every connection and remove the socket. Safe to call twice."""
         tasks = [task for task in (self._accepting, *self._answering) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*(connection.stop() for connection in self._connections))
         if self._listener is not None:
             self._listener.close()
             self._path.unlink(missing_ok=True)
@@ -69,7 +77,7 @@ class DataSocket:
                 log.warning("data socket: cannot take a client, out of descriptors? %r; trying again", error)
                 await asyncio.sleep(ACCEPT_PAUSE_S)
                 continue
-            if len(self._answering) >= ANSWERING_MAX:
+            if len(self._answering) >= ANSWERING_MAX or len(self._connections) >= CONNECTIONS_MAX:
                 peer.close()  # as if the queue of the listening socket were full
                 continue
             task = loop.create_task(self._answer(peer))
@@ -77,26 +85,54 @@ class DataSocket:
             task.add_done_callback(self._answering.discard)
 
     async def _answer(self, peer: socket.socket) -> None:
-        with peer:
-            peer.setblocking(False)
-            try:
-                async with asyncio.timeout(REQUEST_TIMEOUT_S):
-                    self._reply(peer, await _receive(peer, REQUEST_BYTES))
-            except (OSError, TimeoutError) as error:
-                log.warning("data socket: a client went away before its descriptor was sent: %r", error)
-
-    def _reply(self, peer: socket.socket, request: bytes) -> None:
-        if len(request) != REQUEST_BYTES or not request.startswith(_MAGIC):
-            _send(peer, STATUS_BAD_REQUEST, "not a request for the arena: wrong magic or length")
-            return
-        session, epoch = request[8:24], int.from_bytes(request[24:], "little")
-        is_writable = self._access(session, epoch)
-        if is_writable is None:
-            _send(peer, STATUS_UNKNOWN_SESSION, "the session is not open here; open one over gRPC first")
-            return
-        descriptor = self._open_descriptor(is_writable)
+        peer.setblocking(False)
         try:
-            socket.send_fds(peer, [_REPLY.pack(STATUS_OK, self._arena_bytes)], [descriptor])
+            async with asyncio.timeout(REQUEST_TIMEOUT_S):
+                hello = await _receive(peer, HELLO.size)
+            await self._greet(peer, hello)
+        except (OSError, TimeoutError) as error:
+            log.warning("data socket: a client went away before it was greeted: %r", error)
+            peer.close()
+        except asyncio.CancelledError:
+            peer.close()
+            raise
+
+    async def _greet(self, peer: socket.socket, hello: bytes) -> None:
+        magic, id_, epoch = HELLO.unpack(hello) if len(hello) == HELLO.size else (b"", b"", 0)
+        if magic not in (ARENA_MAGIC, CALLS_MAGIC):
+            _refuse(peer, STATUS_BAD_REQUEST, "not a request for the arena or for calls: wrong magic or length")
+            return
+        try:
+            session = self._calls.node.session(id_, epoch)
+        except (StaleEpochError, UnknownSessionError):
+            _refuse(peer, STATUS_UNKNOWN_SESSION, "the session is not open here; open one over gRPC first")
+            return
+        if session.connections >= CONNECTIONS_PER_SESSION_MAX:
+            _refuse(peer, STATUS_TOO_MANY, f"a session may have {CONNECTIONS_PER_SESSION_MAX} connections; close some")
+            return
+        await self._welcome(peer, session, with_arena=magic == ARENA_MAGIC)
+
+    async def _welcome(self, peer: socket.socket, session: Session, *, with_arena: bool) -> None:
+        """Attached before the client knows of it: there is no moment at which it has the arena and does not count."""
+        store = self._calls.node.store
+        store.attach(session)
+        try:
+            self._send_welcome(peer, session, with_arena=with_arena)
+        except BaseException:
+            store.detach(session)
+            raise
+        connection = CallConnection(self._calls, session, self._connections.discard)
+        self._connections.add(connection)
+        await asyncio.get_running_loop().connect_accepted_socket(lambda: connection, peer)
+
+    def _send_welcome(self, peer: socket.socket, session: Session, *, with_arena: bool) -> None:
+        welcome = WELCOME.pack(STATUS_OK, self._arena_bytes)
+        if not with_arena:
+            peer.send(welcome)
+            return
+        descriptor = self._open_descriptor(session.may_write)
+        try:
+            socket.send_fds(peer, [welcome], [descriptor])
         finally:
             os.close(descriptor)
 
@@ -144,5 +180,6 @@ async def _receive(peer: socket.socket, length: int) -> bytes:
     return received
 
 
-def _send(peer: socket.socket, status: int, message: str) -> None:
-    peer.send(_REPLY.pack(status, 0) + message.encode()[:MESSAGE_BYTES_MAX])
+def _refuse(peer: socket.socket, status: int, text: str) -> None:
+    peer.send(WELCOME.pack(status, 0) + text.encode()[:WELCOME_TEXT_BYTES_MAX])
+    peer.close()

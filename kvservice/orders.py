@@ -89,5 +89,5 @@ _NO_HOLD = Hold(None, None)
 
 def _worth(head: Cache, size: int, rate: float) -> Worth:
     group = group_of(head)
-    seconds = min(group.seconds, SECONDS_SAVED_MAX)
+    seconds = min(group.tokens * head.family.space.token_s, SECONDS_SAVED_MAX)
     return Worth(max(seconds - size / rate, SAVED_SHARE_MIN * seconds), size, group.uses + 1, head.position)

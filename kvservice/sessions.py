@@ -21,6 +21,8 @@ class Session:
     spaces: dict[Namespace, Space] = field(default_factory=dict)
     leases: set[LeaseId] = field(default_factory=set)
     reservations: set[int] = field(default_factory=set)
+    connections: int = 0
+    """Open data connections. While there is one, the client's process may still write what it had reserved."""
 
     def space(self, namespace: bytes) -> Space:
         """A registered namespace. Raises InvalidInputError for any other: nobody reaches into a stranger's."""

@@ -1,7 +1,8 @@
 """The way in: reserve, commit, abort. A state step returns the verification to run; it does not run it.
 
 Nothing unpublished is visible, nothing published is torn. A reservation dies with its session; while a worker reads
-its extent it is only marked, and its bytes go when the worker is done.
+its extent it is only marked, and its bytes go when the worker is done. Bytes that the session's process may still write
+stay taken until its last data connection is closed: it has unmapped the arena then, or has ended.
 """
 
 from collections.abc import Iterable
@@ -27,6 +28,7 @@ from kvservice.model.errors import (
     NotOwnedError,
     TokenCountError,
 )
+from kvservice.model.lease import SessionId
 from kvservice.model.segment import DIGEST_BYTES, SEGMENT_TOKENS_MAX, CacheKey
 from kvservice.sessions import Session
 from kvservice.stats.counters import Counters
@@ -89,6 +91,7 @@ class Store:
 
     def __init__(self, catalog: Catalog, allocation: Allocation, limits: NodeLimits, counters: Counters) -> None:
         self.open: dict[int, Reservation] = {}
+        self.strays: dict[SessionId, list[Extent]] = {}
         self._catalog = catalog
         self._allocation = allocation
         self._limits = limits
@@ -224,14 +227,35 @@ class Store:
         return len(idle)
 
     def abandon_all(self, session: Session) -> None:
-        """The session ended: free what it reserved, at once or when the worker that reads it is done."""
+        """The session ended: its keys may be written by others. Its bytes go at once, or as ``strays`` with the last
+        data connection, or when the worker that reads them is done: who commits has written all that it will.
+        """
         for id_ in list(session.reservations):
             reservation = self.open[id_]
             if reservation.is_verifying:
                 reservation.is_abandoned = True
+                continue
+            if session.connections:
+                self.strays.setdefault(session.id, []).append(reservation.extent)
+                self._close(reservation)
             else:
                 self.drop(reservation)
-                self._counters.aborted += 1
+            self._counters.aborted += 1
+
+    def attach(self, session: Session) -> None:
+        """One more data connection of an open session. Every one is detached once."""
+        session.connections += 1
+
+    def detach(self, session: Session) -> None:
+        """A data connection is closed; after the last one nobody writes what a session left behind when it ended.
+
+        There is no other way to that, and no bound in time: a stopped process that goes on would write into the bytes
+        of others. What strays is bounded by what the session had reserved.
+        """
+        session.connections -= 1
+        if not session.connections:
+            for extent in self.strays.pop(session.id, ()):
+                self._allocation.give_back(extent)
 
 
 def verify(job: Verification) -> VerifiedRecord | KVServiceError:

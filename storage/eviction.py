@@ -49,8 +49,8 @@ class Worth(NamedTuple):
     of suffixes saves nothing. Without it equal segments tie, and ties go leaf first. So take seconds that a model's
     tokens take on average rather than each cache's own: 10 % of noise costs up to 1 % of all seconds saved.
     ``bytes``: what leaving frees, at least 1.
-    ``uses``: how often one of its caches was stored or used, at least 1. Of a group the mean over its caches, since
-    ``seconds_saved`` has them all: with uses of all of them as well every mirror would count twice.
+    ``uses``: how often it was stored or used, at least 1; may be a fraction. Of a group the uses of all its caches, or
+    their mean: all count a mirror twice, in seconds and in uses, but in a replay saved 0.2 to 2 % more seconds.
     ``position``: of its first token; the deeper of two that tie goes first.
     """
 

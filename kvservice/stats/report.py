@@ -1,5 +1,6 @@
 """The stats document as a table for people: what lies in which tier, what was found where, how the last start went."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -8,17 +9,17 @@ from rich.table import Table
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
-def print_stats(document: dict[str, Any], console: Console | None = None) -> None:
+def print_stats(document: Mapping[str, Any], console: Console | None = None) -> None:
     """Print the document of GET /stats."""
     (console or Console()).print(stats_tables(document))
 
 
-def stats_tables(document: dict[str, Any]) -> RenderableType:
+def stats_tables(document: Mapping[str, Any]) -> RenderableType:
     """Tiers, lookups, health."""
     return Group(_tiers(document), _lookups(document), _health(document))
 
 
-def _tiers(document: dict[str, Any]) -> Table:
+def _tiers(document: Mapping[str, Any]) -> Table:
     table = Table("tier", "size", "used", "records", "caches", "evicted", "lost", "corrupt", title="Tiers")
     host, ssd, totals = document["host"], document["ssd"], document["caches"]
     corrupt = document["integrity"]["corrupt"]
@@ -44,7 +45,7 @@ def _tiers(document: dict[str, Any]) -> Table:
     return table
 
 
-def _lookups(document: dict[str, Any]) -> Table:
+def _lookups(document: Mapping[str, Any]) -> Table:
     lookups = document["lookups"]
     found = lookups["exact"] + lookups["refreshed"] + lookups["shifted"]
     table = Table("asked", "found", "in memory", "on SSD", "exact", "refreshed", "shifted", "missed", title="Segments")
@@ -57,7 +58,7 @@ def _lookups(document: dict[str, Any]) -> Table:
     return table
 
 
-def _health(document: dict[str, Any]) -> Table:
+def _health(document: Mapping[str, Any]) -> Table:
     recovery, integrity, ssd = document["recovery"], document["integrity"], document["ssd"]
     table = Table("what", "how it stands", title="Health", show_header=False)
     table.add_row("version, uptime", f"{document['version']}, {document['uptime_s']:.0f} s")

@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import pytest
 
 from kvservice.caches import Cache, group_of
 from kvservice.calls import CacheCalls
@@ -179,24 +178,27 @@ class Client:
         self.world = world
         self.id = welcome.session_id
         self.welcome = welcome
+        self.session = world.node.session(welcome.session_id, welcome.boot_epoch)
         self.ref = wire.SessionRef(session_id=welcome.session_id, boot_epoch=welcome.boot_epoch)
 
     async def call(self, name: str, request: Any) -> Any:
         request.session.CopyFrom(self.ref)
         return await self.world.calls.call(name, request)
 
-    async def reserve(self, meta: CacheMeta, record_bytes: int) -> wire.ReserveOutcome:
-        item = wire.ReserveItem(namespace=meta.namespace, key=encode_key(meta.key), record_bytes=record_bytes)
+    async def reserve(self, meta: CacheMeta, record_bytes: int, prefill_s: float = 0.0) -> wire.ReserveOutcome:
+        item = wire.ReserveItem(
+            namespace=meta.namespace, key=encode_key(meta.key), record_bytes=record_bytes, prefill_s=prefill_s
+        )
         if meta.master is not None:
             item.master_context, item.master_generation = meta.master.context, meta.master.generation
         reply = await self.call("Reserve", wire.ReserveRequest(items=[item]))
         outcome: wire.ReserveOutcome = reply.outcomes[0]
         return outcome
 
-    async def begin(self, meta: CacheMeta, planes: Planes, runs: Any = None) -> tuple[int, int]:
+    async def begin(self, meta: CacheMeta, planes: Planes, runs: Any = None, prefill_s: float = 0.0) -> tuple[int, int]:
         """Reserve and write: the reservation and the header checksum to commit it with."""
         layout = master_layout(meta) if meta.master is None else mirror_layout(meta, runs)
-        outcome = await self.reserve(meta, layout.record_bytes)
+        outcome = await self.reserve(meta, layout.record_bytes, prefill_s)
         assert outcome.WhichOneof("outcome") == "reserved", outcome
         written = write_record(self.world.view(outcome.reserved.extent), meta, planes, runs)
         return outcome.reserved.id, written
@@ -207,9 +209,9 @@ class Client:
         outcome: wire.CommitOutcome = reply.outcomes[0]
         return outcome
 
-    async def store(self, meta: CacheMeta, planes: Planes, runs: Any = None) -> MasterReference:
+    async def store(self, meta: CacheMeta, planes: Planes, runs: Any = None, prefill_s: float = 0.0) -> MasterReference:
         """Store a cache; the reference that mirrors of it need."""
-        outcome = await self.commit(*await self.begin(meta, planes, runs))
+        outcome = await self.commit(*await self.begin(meta, planes, runs, prefill_s))
         assert not outcome.error.code, outcome.error
         return MasterReference(meta.key.context, outcome.generation)
 
@@ -418,7 +420,7 @@ def _check_holds(node: Node, everything: Sequence[Cache]) -> None:
     for cache in heads:
         assert group_of(cache).host_bytes == _sum(cache, "is_on_host")
         assert group_of(cache).ssd_bytes == _sum(cache, "is_on_ssd")
-        assert group_of(cache).seconds == pytest.approx(sum(one.worth_s for one in cache.members()))
+        assert group_of(cache).tokens == sum(one.family.tokens for one in cache.members())
 
 
 def _sum(head: Cache, where: str) -> int:

@@ -41,6 +41,8 @@ class SsdWorld(World):
         limits: NodeLimits | None = None,
         place: NaivePlace | None = None,
         reads: Worker | None = None,
+        worker: Worker | None = None,
+        workers: Workers | None = None,
         killer: Killer | None = None,
     ) -> None:
         self.is_dead = False
@@ -57,11 +59,11 @@ class SsdWorld(World):
             clock=self.clock,
             boot_epoch=self.opened.boot_epoch,
             data_socket="/nowhere",
-            worker=InlineWorker(),
+            worker=worker or InlineWorker(),
             killer=killer,
         )
         inline = InlineWorker()
-        workers = Workers(reads or inline, inline, inline, inline)
+        workers = workers or Workers(reads or inline, inline, inline, inline)
         self.node.attach_ssd(self.disk, self.opened, policy or SsdPolicy(), workers)
         self.calls = CacheCalls(self.node)
 

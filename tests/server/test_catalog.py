@@ -215,3 +215,20 @@ async def test_room_in_pieces_is_made_whole_by_evicting_further() -> None:
     await client.store(wide, make_planes(tokens=32))
     assert held(world, [wide]) == [True]
     world.check()
+
+
+async def test_what_prefill_takes_is_a_mean_over_a_namespace_not_a_claim_of_one_writer() -> None:
+    world = World()
+    client = world.client()
+    metas = [make_meta(IDENTITY, name) for name in range(40)]
+    for meta in metas:
+        await client.store(meta, make_planes(), prefill_s=0.032)
+    space = world.node.catalog.spaces[IDENTITY.namespace()]
+    assert 0.0017 < space.token_s < 0.0020, "on its way from a guess to what all of them said"
+    await client.store(make_meta(IDENTITY, "absurd"), make_planes(), prefill_s=86400.0)
+    await client.store(make_meta(IDENTITY, "silent"), make_planes())
+    small = make_meta(IDENTITY, "negative")
+    layout = master_layout(small)
+    outcome = await client.reserve(small, layout.record_bytes, prefill_s=-1.0)
+    assert outcome.error.code == "INVALID_INPUT"
+    world.check()

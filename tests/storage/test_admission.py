@@ -113,6 +113,7 @@ def test_a_clock_that_stands_or_goes_back_grants_nothing() -> None:
     admission = Admission(DAY_BYTES, clock=clock)
     assert write(admission, HOUR_BYTES) is None
     clock.pass_hours(-5)
+    assert admission.budget_left_bytes() == 0
     assert write(admission, 1) is NotAdmitted.BUDGET
     clock.pass_hours(5)
     assert write(admission, 1) is NotAdmitted.BUDGET, "the same five hours do not count twice"
