@@ -71,10 +71,10 @@ _ZEROS.flags.writeable = False
 class Slab:
     """Extents of a file. ``Extent.offset`` is a place in the file, ``Extent.length`` the record's bytes.
 
-    One thread owns it and calls ``reserve``, ``adopt``, ``free``, ``write_note``, ``scan`` and ``punch_free``. Any
-    thread may call ``write``, ``read_piece``, ``erase``, ``sync`` and what only looks, at the same time for different
-    extents; the caller keeps two of them off one extent. They block, release the GIL while bytes move, and raise
-    InvalidInputError for an extent that is not reserved here, DiskError where the disk fails.
+    One thread owns it: whatever takes a place or gives it back is called there, and ``scan``. Any thread may call
+    ``write``, ``read_piece``, ``erase``, ``put_note``, ``punch``, ``sync`` and what only looks, at the same time for
+    different extents; the caller keeps two of them off one extent. They block, release the GIL while bytes move, and
+    raise InvalidInputError for an extent that is not reserved here, DiskError where the disk fails.
     """
 
     def __init__(self, file: File, superblock: Superblock, *, can_punch: bool) -> None:
@@ -254,7 +254,7 @@ class Slab:
         return extents
 
     def punch(self, extent: Extent) -> None:
-        """Give a reserved place back to the file system; any thread. Blocks (0.4 ms a MiB of data).
+        """Give a reserved place back to the file system; any thread. Blocks (0.14 ms a MiB).
 
         A later write there needs room again and may raise DiskFullError: the extent then stays reserved and holds no
         record.
@@ -264,10 +264,13 @@ class Slab:
 
     def punch_free(self) -> int:
         """Give all free stretches back to the file system; returns by how many bytes the file shrank there. Blocks."""
-        before = self._file.physical_bytes()
-        for extent in self.claim_free():
-            self.punch(extent)
-            self.free(extent)
+        before, claimed = self._file.physical_bytes(), self.claim_free()
+        try:
+            for extent in claimed:
+                self.punch(extent)
+        finally:
+            for extent in claimed:
+                self.free(extent)
         return max(0, before - self._file.physical_bytes())
 
     def sync(self) -> None:

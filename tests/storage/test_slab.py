@@ -14,7 +14,7 @@ from kvservice.model.cache import Extent
 from kvservice.model.errors import CapacityError, DiskError, DiskFullError, InvalidInputError
 from kvservice.storage.buffer import Bytes
 from kvservice.storage.disk import BLOCK_BYTES, Disk, RealDisk
-from kvservice.storage.slab import PIECE_BYTES, SLAB_NAME, NoteKind, Slab, Stamp, taken_bytes
+from kvservice.storage.slab import PIECE_BYTES, SLAB_NAME, FoundNote, NoteKind, Slab, Stamp, taken_bytes
 from kvservice.storage.slab_format import FOOTER_BYTES
 from tests.storage.faulty_disk import Faults, FaultyDisk, FaultyFile
 from tests.storage.slab_builders import (
@@ -326,6 +326,20 @@ def test_notes_take_a_place_and_are_found() -> None:
     assert found_extents(scan(slab)) == [note.extent for note in notes[2:]]
 
 
+def test_a_note_is_not_there_before_it_is_put() -> None:
+    slab, _ = make_slab(64 * BLOCK_BYTES)
+    note = slab.reserve_note(NoteKind.IDENTITY, b"{}")
+    assert note is not None
+    assert scan(slab) == []
+    slab.put_note(note)
+    assert scan(slab) == [FoundNote(note)]
+    take_away(slab, note.extent)
+    with pytest.raises(InvalidInputError, match="not reserved"):
+        slab.put_note(note)
+    reserved(slab, slab.record_bytes_max)
+    assert slab.reserve_note(NoteKind.IDENTITY, b"{}") is None
+
+
 def test_notes_of_a_wrong_size_and_on_a_full_slab_are_refused() -> None:
     slab, _ = make_slab(64 * 4096)
     with pytest.raises(InvalidInputError, match="TOMBSTONE does not have a payload of 95"):
@@ -397,10 +411,42 @@ def test_a_write_where_room_was_given_back_and_taken_by_others_is_disk_full() ->
     put(slab, record, extent)
 
 
+def test_nothing_finds_room_in_free_stretches_that_are_claimed() -> None:
+    slab, disk = make_slab(64 * BLOCK_BYTES)
+    held = [put(slab, make_record(5, seed)) for seed in range(3)]
+    take_away(slab, held.pop(1).extent)
+    claimed = slab.claim_free()
+    assert slab.used_bytes == slab.capacity_bytes
+    assert slab.reserve(1) is None
+    for extent in claimed:
+        slab.punch(extent)
+    assert disk.open(SLAB_NAME).physical_bytes() == 3 * BLOCK_BYTES
+    for extent in claimed:
+        slab.free(extent)
+    assert slab.used_bytes == 2 * BLOCK_BYTES
+    assert found_extents(scan(slab)) == [one.extent for one in held]
+
+
+def test_a_failed_punch_leaves_free_what_was_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    slab, _ = make_slab(64 * BLOCK_BYTES)
+    extents = [reserved(slab, 1) for _ in range(5)]
+    for extent in extents[::2]:
+        slab.free(extent)
+
+    def failing(file: FaultyFile, offset: int, length: int) -> None:
+        raise DiskError(f"{file.name}: {length} bytes at {offset}")
+
+    monkeypatch.setattr(FaultyFile, "punch", failing)
+    with pytest.raises(DiskError):
+        slab.punch_free()
+    assert slab.used_bytes == 2 * BLOCK_BYTES
+
+
 def test_a_disk_that_cannot_punch_gives_nothing_back() -> None:
     disk = FaultyDisk()
     disk.facts = replace(disk.facts, can_punch=False)
     slab = Slab.create(disk, 4 * MIB)
+    assert slab.claim_free() == []
     assert slab.punch_free() == 0
     assert slab.physical_bytes() == 4 * MIB
 

@@ -135,6 +135,12 @@ def test_footers_that_no_writer_writes_are_refused_under_a_right_checksum(sequen
         footer_of(sealed(FOOTER.pack(FOOTER_MAGIC, *fields)))
 
 
+def test_a_note_that_no_writer_writes_is_refused_under_a_right_checksum() -> None:
+    assert note_of(note_bytes(SLAB, SEQUENCE_MAX, NoteKind.IDENTITY, b"{}")).sequence == SEQUENCE_MAX
+    with pytest.raises(CorruptError, match="no writer may write"):
+        note_of(note_bytes(SLAB, SEQUENCE_MAX + 1, NoteKind.IDENTITY, b"{}"))
+
+
 @pytest.mark.parametrize("slab_bytes", [0, 4095, 4097, (1 << 64) - 1])
 def test_sizes_that_no_slab_has_are_refused_under_a_right_checksum(slab_bytes: int) -> None:
     with pytest.raises(ConfigError, match=f"a slab of {slab_bytes} bytes"):
@@ -169,11 +175,11 @@ def test_noise_and_pieces_are_refused(noise: bytes, cut: int) -> None:
     for start in (b"", NOTE_MAGIC, note[:cut]):
         with pytest.raises(REFUSED):
             note_of(start + noise)
-    for start in (b"", FOOTER_MAGIC, footer[: min(cut, FOOTER_BYTES - 1)]):
+    for start in (b"", FOOTER_MAGIC, footer[: min(cut, FOOTER_BYTES - 8)]):
         with pytest.raises(CorruptError):
             footer_of((start + noise)[:FOOTER_BYTES].ljust(FOOTER_BYTES, b"\0"))
         with pytest.raises(CorruptError):
             footer_of(start)
-    for start in (b"", SUPERBLOCK_MAGIC, superblock[: min(cut, len(superblock) - 1)]):
+    for start in (b"", SUPERBLOCK_MAGIC, superblock[: min(cut, len(superblock) - 8)]):
         with pytest.raises(ConfigError):
             read_superblock(block_of(start + noise + b"\1"))

@@ -113,6 +113,15 @@ def test_a_larger_wish_makes_it_grow_and_keeps_what_is_there() -> None:
     assert Slab.open(disk, 9 * MIB).slab_bytes == 9 * MIB
 
 
+def test_what_was_made_and_grown_survives_a_power_loss() -> None:
+    for seed in range(20):
+        slab, disk = make_slab(seed=seed)
+        disk = disk.crash()
+        assert Slab.open(disk, 8 * MIB).uuid == slab.uuid
+        again = Slab.open(disk.crash(), 8 * MIB)
+        assert (again.uuid, again.slab_bytes) == (slab.uuid, 8 * MIB)
+
+
 def test_no_room_to_grow_leaves_the_slab_as_it_was() -> None:
     disk = FaultyDisk(capacity_bytes=6 * MIB)
     slab = Slab.create(disk, 4 * MIB)

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvservice.model.cache import Extent
+from kvservice.model.errors import DiskError
 from kvservice.model.geometry import attention_geometry
 from kvservice.storage.buffer import Bytes
 from kvservice.storage.disk import BLOCK_BYTES
@@ -287,21 +288,27 @@ def test_of_known_extents_that_overlap_the_one_written_last_stays(inner_sequence
     assert behind.extent in found_extents(found)
 
 
+def test_a_record_that_reaches_into_a_known_one_is_not_found() -> None:
+    slab, disk = make_slab()
+    outer, inner = put(slab, make_record(tokens_of_blocks(20))), make_record(5, 2)
+    known = Extent(outer.extent.offset + 5 * BLOCK_BYTES, len(inner))
+    plant(disk, known.offset, whole_extent(slab, inner))
+    assert found_extents(scan(slab, [known])) == [known]
+    assert found_extents(scan(slab)) == [outer.extent], "its head and footer alone do not tell"
+
+
 # -- a disk that fails
 
 
 def unreadable(monkeypatch: pytest.MonkeyPatch, blocks: set[int]) -> None:
-    """Reads of these blocks of any file fail."""
+    """Reads of these blocks of any file fail, and leave in the targets what was there."""
     read_into = FaultyFile.read_into
 
     def failing(file: FaultyFile, offset: int, targets: list[Bytes]) -> None:
         stop = offset + sum(map(len, targets))
         if any(offset <= block * BLOCK_BYTES < stop for block in blocks):
-            file._disk.faults = Faults(read_error=1.0)
-        try:
-            read_into(file, offset, targets)
-        finally:
-            file._disk.faults = Faults()
+            raise DiskError(f"errno 5: {file.name} at {offset}")
+        read_into(file, offset, targets)
 
     monkeypatch.setattr(FaultyFile, "read_into", failing)
 
@@ -320,6 +327,16 @@ def test_unreadable_blocks_are_skipped_and_counted(monkeypatch: pytest.MonkeyPat
     assert lost_extents(found) == [first.extent, third.extent]
     assert all("errno 5" in one.reason for one in found if isinstance(one, Lost))
     assert found_extents(found) == [second.extent, last.extent]
+
+
+def test_what_an_earlier_read_left_in_memory_is_not_found_where_a_block_is_unreadable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slab, disk = make_slab(64 * BLOCK_BYTES)
+    written = put(slab, make_record(tokens_of_blocks(1)))
+    plant(disk, 2 * BLOCK_BYTES, noise(40 * BLOCK_BYTES))
+    unreadable(monkeypatch, set(range(5, 40)))
+    assert found_extents(scan(slab)) == [written.extent]
 
 
 @pytest.mark.parametrize("seed", range(20))
