@@ -16,6 +16,7 @@ from kvservice.client.transport import Arena
 from kvservice.kernels import dispatch
 from kvservice.kernels.shapes import Bits, MirrorRows, Target
 from kvservice.model.identity import Identity
+from kvservice.storage.record import RecordReader
 
 _REGISTER_READ_ONLY = 8  # cudaHostRegisterReadOnly
 log = logging.getLogger(__name__)
@@ -46,6 +47,8 @@ class DevicePaged:
     another object of this class beside it.
     """
 
+    batch_bytes_max = 0  # two layers are in flight as it is; more would only take more staging memory
+
     def __init__(self, paged_kv: PagedKV, identity: Identity) -> None:
         self.geometry = identity.geometry
         self.slot_count = check_paged_kv(paged_kv, self.geometry)
@@ -58,10 +61,11 @@ class DevicePaged:
         self.kernels.wait_stream(torch.cuda.current_stream(self.device))
         self._written: list[torch.cuda.Event] = []
 
-    def prepare(self, tokens: int, position: int, targets: Sequence[Target]) -> PagedSegment:
+    def prepare(
+        self, master: RecordReader, targets: Sequence[Target], mirrors: Sequence[RecordReader | None]
+    ) -> PagedSegment:
         """Where a master goes; the kernels' host side checks it at the first layer, before anything is launched."""
-        del tokens
-        return _DeviceSegment(self, position, targets)
+        return _DeviceSegment(self, master, targets, mirrors)
 
     def finish_layer(self, layer: int) -> int:
         """Wait for the layer before this one, or for this one if it is the last: the next one's copies may begin."""
@@ -96,26 +100,41 @@ class DevicePaged:
 
 
 class _DeviceSegment:
-    def __init__(self, memory: DevicePaged, position: int, targets: Sequence[Target]) -> None:
-        self._memory, self._position, self._targets = memory, position, targets
+    def __init__(
+        self,
+        memory: DevicePaged,
+        master: RecordReader,
+        targets: Sequence[Target],
+        mirrors: Sequence[RecordReader | None],
+    ) -> None:
+        self._memory, self._master, self._targets, self._mirrors = memory, master, targets, mirrors
 
-    def restore_layer(self, layer: int, rows: Sequence[Bits], mirrors: Sequence[MirrorRows | None]) -> None:
+    def open_layers(self, first: int, end: int) -> None:
+        """Run tables are read layer by layer: the kernels' launches cost more than that."""
+
+    def restore_layers(self, first: int, end: int) -> None:
+        for layer in range(first, end):
+            self._restore_layer(layer)
+
+    def _restore_layer(self, layer: int) -> None:
         memory = self._memory
-        master = [memory.upload(plane) for plane in rows]
+        master = [memory.upload(plane) for plane in self._master.master_planes(layer)]
         targets = [
-            Target(target.position, target.slots, self._upload_mirror(mirror))
-            for target, mirror in zip(self._targets, mirrors, strict=True)
+            Target(target.position, target.slots, self._upload_mirror(mirror, layer))
+            for target, mirror in zip(self._targets, self._mirrors, strict=True)
         ]
         memory.kernels.wait_stream(memory.copies)
         with torch.cuda.stream(memory.kernels):
             dispatch.restore_layer(
-                master, self._position, targets, memory.layers[layer], memory.geometry.planes, memory.rotations[layer]
-            )
+                master, self._master.meta.position, targets, memory.layers[layer], memory.geometry.planes,
+                memory.rotations[layer],
+            )  # fmt: skip
 
-    def _upload_mirror(self, mirror: MirrorRows | None) -> MirrorRows | None:
+    def _upload_mirror(self, mirror: RecordReader | None, layer: int) -> MirrorRows | None:
         if mirror is None:
             return None
-        return MirrorRows(mirror.position, mirror.runs, [self._memory.upload(rows) for rows in mirror.rows])
+        runs, rows = mirror.mirror(layer)
+        return MirrorRows(mirror.meta.position, runs, [self._memory.upload(one) for one in rows])
 
 
 def host_tensor(rows: Bits, dtype: torch.dtype) -> Tensor:

@@ -11,17 +11,21 @@ from torch import Tensor
 
 from kvservice.kernels import cpu
 from kvservice.kernels.rotation import rotation_table
-from kvservice.kernels.shapes import Bits, KernelInputError, MirrorRows, Rotation, Target, check_dtype, check_slots
+from kvservice.kernels.shapes import Bits, KernelInputError, Rotation, Target, check_dtype, check_slots
 from kvservice.kernels.tensors import numpy_bits
-from kvservice.model.errors import GeometryMismatchError, InvalidInputError, SlotError, TokenCountError
+from kvservice.model.errors import CorruptError, GeometryMismatchError, InvalidInputError, SlotError, TokenCountError
 from kvservice.model.geometry import Geometry
 from kvservice.model.identity import Identity
+from kvservice.storage.record import RecordReader
 
 Slots = npt.NDArray[np.int64]
 """One slot a token, ``block * block_size + offset``; -1: the row is the engine's own, leave it out."""
 
 PagedKV = Sequence[Sequence[Tensor]]
 """Per layer, per plane a view ``[blocks, block_size, heads, head_size]`` of the engine's memory, any strides."""
+
+CPU_BATCH_BYTES_MAX = 16 << 20
+"""2 ms of writing; a call that finds its code and data out of the caches costs 10 to 30 us more than warm."""
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -87,11 +91,11 @@ def check_moves(rotations: Iterable[Rotation], moves: Iterable[int]) -> None:
 class PagedSegment(Protocol):
     """A segment about to be written to its targets."""
 
-    def restore_layer(self, layer: int, rows: Sequence[Bits], mirrors: Sequence[MirrorRows | None]) -> None:
-        """Write one layer of the master, per plane ``[tokens, row_elements]``, to every target, now or later.
+    def open_layers(self, first: int, end: int) -> None:
+        """Note where layers ``[first, end)`` lie, once their bytes are all there. Raises CorruptError."""
 
-        ``mirrors``: one a target, None where the master is what it wants.
-        """
+    def restore_layers(self, first: int, end: int) -> None:
+        """Write layers ``[first, end)``, opened in one call, to every target, now or later."""
 
 
 class PagedMemory(Protocol):
@@ -100,9 +104,13 @@ class PagedMemory(Protocol):
     slot_count: int
     rotations: tuple[Rotation, ...]
     """One a layer."""
+    batch_bytes_max: int
+    """How much to write between two calls of ``finish_layer``; 0 = a layer."""
 
-    def prepare(self, tokens: int, position: int, targets: Sequence[Target]) -> PagedSegment:
-        """Note where a master of ``tokens`` rows, computed at ``position``, goes. Raises InvalidInputError."""
+    def prepare(
+        self, master: RecordReader, targets: Sequence[Target], mirrors: Sequence[RecordReader | None]
+    ) -> PagedSegment:
+        """Note where a master goes, and the mirror that corrects it, if any, one a target. Raises InvalidInputError."""
 
     def finish_layer(self, layer: int) -> int:
         """All of ``layer`` was asked for. Returns how many layers are in place by now; all of them after the last."""
@@ -115,10 +123,12 @@ class PagedMemory(Protocol):
 
 
 class CpuPaged:
-    """Paged KV in host memory: one fused pass a layer. Safe from any thread as long as no slot is used twice.
+    """Paged KV in host memory: one fused pass over layers. Safe from any thread as long as no slot is used twice.
 
     Raises GeometryMismatchError unless the tensors are what the identity says.
     """
+
+    batch_bytes_max = CPU_BATCH_BYTES_MAX
 
     def __init__(self, paged_kv: PagedKV, identity: Identity) -> None:
         geometry = identity.geometry
@@ -130,6 +140,7 @@ class CpuPaged:
         self._tensors = [(tensor, tensor.data_ptr()) for planes in paged_kv for tensor in planes]
         views = [[numpy_bits(tensor) for tensor in planes] for planes in paged_kv]
         self.layers = [cpu.paged_layer(planes, geometry.planes, bits) for planes in views]
+        self.table = cpu.paged_layers(self.layers, geometry.planes, self.rotations, geometry.dtype)
 
     def is_of(self, paged_kv: PagedKV, identity: Identity) -> bool:
         """True if it stands for these very tensors, where they were when it was made, and this identity."""
@@ -140,9 +151,11 @@ class CpuPaged:
             and all(one is ours and one.data_ptr() == at for one, (ours, at) in zip(given, self._tensors, strict=True))
         )
 
-    def prepare(self, tokens: int, position: int, targets: Sequence[Target]) -> PagedSegment:
+    def prepare(
+        self, master: RecordReader, targets: Sequence[Target], mirrors: Sequence[RecordReader | None]
+    ) -> PagedSegment:
         """Tables and checks that all layers share, made once."""
-        return _CpuSegment(self, tokens, position, targets)
+        return _CpuSegment(self, master, targets, mirrors)
 
     def finish_layer(self, layer: int) -> int:
         """Every write is in place when its call returns."""
@@ -157,20 +170,46 @@ class CpuPaged:
 
 
 class _CpuSegment:
-    def __init__(self, memory: CpuPaged, tokens: int, position: int, targets: Sequence[Target]) -> None:
-        self._memory = memory
-        geometry = memory.geometry
+    def __init__(
+        self,
+        memory: CpuPaged,
+        master: RecordReader,
+        targets: Sequence[Target],
+        mirrors: Sequence[RecordReader | None],
+    ) -> None:
+        self._mirrors = mirrors
+        self._opened: cpu.OpenMirrors | None = None
+        self._has_mirrors = any(mirror is not None for mirror in mirrors)
+        positions = [None if mirror is None else mirror.meta.position for mirror in mirrors]
         try:
-            self._prepared = {
-                rotation: cpu.prepare_restore(tokens, position, targets, geometry.planes, rotation, geometry.dtype)
-                for rotation in set(memory.rotations)
-            }
+            places = master.master_places()
+            self._master = cpu.DenseLayers(master.buffer, places.start, places.layer_stride, places.plane_offsets)
+            self._prepared = cpu.prepare_restore(
+                master.meta.tokens, master.meta.position, targets, memory.table, positions
+            )
         except KernelInputError as error:
             raise InvalidInputError(f"{error}; nothing was written") from error
 
-    def restore_layer(self, layer: int, rows: Sequence[Bits], mirrors: Sequence[MirrorRows | None]) -> None:
-        prepared = self._prepared[self._memory.rotations[layer]]
+    def open_layers(self, first: int, end: int) -> None:
+        if self._has_mirrors:
+            layers = [None if one is None else self._read_tables(one, first, end) for one in self._mirrors]
+            self._opened = self._prepared.open_mirrors(first, layers)
+
+    def restore_layers(self, first: int, end: int) -> None:
         try:
-            prepared.restore_layer(rows, self._memory.layers[layer], mirrors if any(mirrors) else None)
+            self._prepared.restore_layers(first, end, self._master, self._opened)
         except KernelInputError as error:
-            raise InvalidInputError(f"layer {layer}: {error}; the layer was not written") from error
+            raise InvalidInputError(f"layers {first}..{end}: {error}; none of them was written") from error
+
+    def _read_tables(self, mirror: RecordReader, first: int, end: int) -> cpu.MirrorLayers:
+        layout = mirror.layout
+        begins, lengths = layout.section_offsets[first:end], layout.section_bytes[first:end]
+        sections = [(begin, begin + length) for begin, length in zip(begins, lengths, strict=True)]
+        try:
+            return cpu.MirrorLayers.read(
+                mirror.buffer, np.array(sections, np.int64), self._prepared.paged, mirror.meta.tokens
+            )
+        except KernelInputError as error:
+            for layer in range(first, end):
+                mirror.mirror(layer)  # says what is wrong with which cache and layer
+            raise CorruptError(f"{mirror}, layers {first}..{end}: {error}") from error

@@ -4,17 +4,19 @@ Targets are grouped by master: a layer of a master is read once and written to e
 mirror is ever built. Everything is checked before the first write.
 """
 
+import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from kvservice.client.arrivals import Arrivals
 from kvservice.client.paged import PagedMemory, PagedSegment, Slots, check_moves, check_target_slots, prompt_slots
 from kvservice.client.plans import Plans, PromptPlan, RestoredSpan, span_of
 from kvservice.client.session import Session
-from kvservice.kernels.shapes import MirrorRows, Target
-from kvservice.model.cache import CacheKind
+from kvservice.kernels.shapes import Target
+from kvservice.model.cache import CacheKind, Tier
 from kvservice.model.errors import (
     CorruptError,
     InvalidInputError,
@@ -22,14 +24,17 @@ from kvservice.model.errors import (
     TokenCountError,
     UnavailableError,
 )
+from kvservice.model.lease import LeaseId
 from kvservice.model.plan import Location, PlannedSegment
 from kvservice.model.segment import CacheKey
 from kvservice.storage.record import RecordReader
 
 WAIT_TIMEOUT_S = 60.0
+VERIFIED_BYTES_MAX = 1 << 20
+"""Of a batch whose checksums are verified: its rows are still in the cache, of 1 MiB or more, when they are moved."""
 
 Progress = Callable[[int, int], None]
-"""(layers or records done, how many there are). Called on the thread that does the work."""
+"""(layers or records done, how many there are). Called on the thread that does the work, after every batch of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,23 +64,18 @@ class MasterWork:
             if mirror is not None:
                 mirror.verify_layer(layer)
 
-    def restore_layer(self, layer: int, segment: PagedSegment) -> None:
-        """Read the master's layer once and write every target."""
-        segment.restore_layer(
-            layer, self.master.master_planes(layer), [_mirror_rows(mirror, layer) for mirror in self.mirrors]
-        )
-
-
-def _mirror_rows(mirror: RecordReader | None, layer: int) -> MirrorRows | None:
-    return None if mirror is None else MirrorRows(mirror.meta.position, *mirror.mirror(layer))
-
 
 class RecordBook:
-    """Opens the records that plans name, each once, and checks that they are what the plan says."""
+    """Opens the records that plans name, each once, and checks that they are what the plan says.
+
+    ``arriving``: those that were on SSD when they were found, each with whom to ask for more of it.
+    """
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self._readers: dict[Location, RecordReader] = {}
+        self._arrivals: dict[LeaseId, Arrivals] = {}
+        self.arriving: list[tuple[Arrivals, Location]] = []
 
     def open_record(self, plan: PromptPlan, planned: PlannedSegment) -> RecordReader:
         """The found cache's record."""
@@ -94,6 +94,7 @@ class RecordBook:
 
     def _open(self, plan: PromptPlan, key: CacheKey, place: Location) -> RecordReader:
         if place not in self._readers:
+            self._wait_for_head(plan, place)
             try:
                 self._readers[place] = RecordReader(self._session.read_view(place))
             except (CorruptError, RecordFormatError) as error:
@@ -105,6 +106,14 @@ class RecordBook:
             raise CorruptError(f"cache {key}: the leased bytes are the {reader}, generation {reader.generation:016x}")
         return reader
 
+    def _wait_for_head(self, plan: PromptPlan, place: Location) -> None:
+        if place.tier is not Tier.SSD:
+            return
+        lease = plan.plan.lease
+        arrivals = self._arrivals.setdefault(lease.id, Arrivals(self._session, lease))
+        arrivals.wait_for(place, 1)
+        self.arriving.append((arrivals, place))
+
 
 @dataclass(frozen=True, slots=True)
 class RestoreWork:
@@ -113,18 +122,55 @@ class RestoreWork:
     memory: PagedMemory
     masters: tuple[tuple[MasterWork, PagedSegment], ...]
     spans: tuple[tuple[RestoredSpan, ...], ...]
+    arriving: tuple[tuple[Arrivals, Location], ...] = ()
 
-    def restore_layer(self, layer: int, *, verify: bool) -> int:
-        """Write one layer of everything; returns how many layers are in place."""
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes that one layer writes, over all targets."""
+        return sum(len(work.targets) * work.master.layout.section_bytes[0] for work, _ in self.masters)
+
+    def open_layers(self, first: int, layers: int) -> int:
+        """Wait until layer ``first`` of every record has arrived; returns the end of those that have, all noted.
+
+        Raises what kept a record from arriving: CorruptError, DiskError, UnavailableError.
+        """
+        end = min((arrivals.wait_for(place, first + 1) for arrivals, place in self.arriving), default=layers)
+        for _, segment in self.masters:
+            segment.open_layers(first, end)
+        return end
+
+    def restore_layers(self, first: int, end: int, *, verify: bool) -> int:
+        """Write layers ``[first, end)`` of everything; returns how many layers are in place."""
         for work, segment in self.masters:
             if verify:
-                work.verify_layer(layer)
-            work.restore_layer(layer, segment)
-        return self.memory.finish_layer(layer)
+                for layer in range(first, end):
+                    work.verify_layer(layer)
+            segment.restore_layers(first, end)
+        return self.memory.finish_layer(end - 1)
+
+
+def layer_batches(work: RestoreWork, layers: int, *, verify: bool) -> Iterator[tuple[int, int]]:
+    """(first, end) of the layers to write in one go: layer 0 alone, then up to four times as many as are done already.
+
+    So the engine may start after one layer, and waits for none more than five times as long as it would take on its
+    own; 28 layers are four calls. Layers are opened before they are asked for.
+    """
+    bytes_max = min(work.memory.batch_bytes_max, VERIFIED_BYTES_MAX if verify else sys.maxsize)
+    layers_max = bytes_max // max(1, work.layer_bytes)
+    first = opened = 0
+    while first < layers:
+        if first == opened:
+            opened = work.open_layers(first, layers)
+        end = min(opened, first + max(1, min(4 * first, layers_max)))
+        yield first, end
+        first = end
 
 
 def plan_restore(session: Session, plans: Plans, slots: Sequence[Tensor | Slots], memory: PagedMemory) -> RestoreWork:
-    """Check everything and group all targets by master. Nothing is written here. Raises as ``Client.restore``."""
+    """Check everything and group all targets by master. Nothing is written here. Raises as ``Client.restore``.
+
+    Waits for the first layer of records that are on their way from SSD: what a record says of itself comes with it.
+    """
     if len(slots) != len(plans):
         raise TokenCountError(f"slots for {len(slots)} prompts, {len(plans)} were looked up; give one array each")
     plans.check()
@@ -134,8 +180,8 @@ def plan_restore(session: Session, plans: Plans, slots: Sequence[Tensor | Slots]
     works = list(grouped.values())
     check_target_slots([target.slots for work in works for target in work.targets], memory.slot_count)
     check_moves(memory.rotations, {by for work in works for by in work.moves})
-    masters = [(one, memory.prepare(one.master.meta.tokens, one.master.meta.position, one.targets)) for one in works]
-    return RestoreWork(memory, tuple(masters), tuple(spans))
+    masters = [(one, memory.prepare(one.master, one.targets, one.mirrors)) for one in works]
+    return RestoreWork(memory, tuple(masters), tuple(spans), tuple(book.arriving))
 
 
 def _add_targets(
@@ -198,8 +244,8 @@ class Restore:
     def run(self, work: RestoreWork, plans: Plans, *, verify: bool, on_progress: Progress | None) -> None:
         """Write every layer; the worker thread's body. Never raises: waiting does."""
         try:
-            for layer in range(self.layers):
-                done_layers = work.restore_layer(layer, verify=verify)
+            for first, end in layer_batches(work, self.layers, verify=verify):
+                done_layers = work.restore_layers(first, end, verify=verify)
                 plans.check()  # what was read after the lease was lost must not count
                 self._report(done_layers)
                 if on_progress is not None:

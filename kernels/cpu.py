@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvservice.kernels import cpu_loops as loops
+from kvservice.kernels import cpu_tables
 from kvservice.kernels.cpu_deviation import deviation_plane, row_deviation_plane
 from kvservice.kernels.cpu_inputs import (
     Int64s,
@@ -21,7 +22,14 @@ from kvservice.kernels.cpu_inputs import (
     paged_layer,
     plane_words,
 )
-from kvservice.kernels.cpu_restore import STREAM_BYTES_MIN, PreparedRestore, prepare_restore, restore_layer
+from kvservice.kernels.cpu_layers import DenseLayers, MirrorLayers, PagedLayers, paged_layers
+from kvservice.kernels.cpu_restore import (
+    STREAM_BYTES_MIN,
+    OpenMirrors,
+    PreparedRestore,
+    prepare_restore,
+    restore_layer,
+)
 from kvservice.kernels.shapes import (
     Bits,
     KernelInputError,
@@ -36,7 +44,11 @@ from kvservice.kernels.shapes import (
 from kvservice.kernels.vector import TAGS
 
 __all__ = [
+    "DenseLayers",
+    "MirrorLayers",
+    "OpenMirrors",
     "PagedLayer",
+    "PagedLayers",
     "PreparedRestore",
     "check_slots",
     "deviation_layer",
@@ -45,6 +57,7 @@ __all__ = [
     "materialise_layer",
     "move_rows",
     "paged_layer",
+    "paged_layers",
     "prepare_restore",
     "restore_layer",
     "row_deviation",
@@ -126,7 +139,7 @@ def gather_layer(
     check_gathered_slots(slots, layer.slot_count)
     planes = layer.planes.copy()
     for i_plane, (plane, shape) in enumerate(zip(out, shapes, strict=True)):
-        if not (plane.flags.writeable and loops.note_plane(planes, i_plane, plane, len(slots), bits.itemsize)):
+        if not (plane.flags.writeable and cpu_tables.note_plane(planes, i_plane, plane, len(slots), bits.itemsize)):
             check_rows(plane, shape, bits, is_written=True)
             raise KernelInputError(f"{len(plane)} rows of output for {len(slots)} slots; give equally many")
     is_streamed = out[0].nbytes >= STREAM_BYTES_MIN

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvservice.kernels import cpu_loops as loops
+from kvservice.kernels import cpu_tables
 from kvservice.kernels.rotation import rotation_table
 from kvservice.kernels.shapes import Bits, KernelInputError, Plane, Rotation
 from kvservice.kernels.vector import LANES
@@ -24,12 +25,10 @@ Turn = npt.NDArray[np.float32] | None
 class PagedLayer:
     """One layer of an engine's paged memory, checked once and kept for as long as the engine keeps the memory.
 
-    ``planes`` holds ``cpu_loops``' words of every plane, dense rows left open; ``words`` their last ones, where the
-    memory is.
+    ``planes`` holds ``cpu_loops``' words of every plane, dense rows left open.
     """
 
     planes: Int64s
-    words: Int64s
     bits: np.dtype[Any]
     slot_count: int
     kept: tuple[Any, ...]
@@ -43,7 +42,7 @@ def paged_layer(memory: Sequence[Bits], shapes: Sequence[Plane], bits: np.dtype[
         words[:] = plane_words(shape, bits)
         words[loops.PAGED :] = [address(view), view.shape[1], *view.strides]
     slot_count = min((view.shape[0] * view.shape[1] for view in memory), default=0)
-    return PagedLayer(planes, planes[:, loops.PAGED :].copy(), bits, slot_count, tuple(memory))
+    return PagedLayer(planes, bits, slot_count, tuple(memory))
 
 
 def plane_words(shape: Plane, bits: np.dtype[Any], rows: int = 0) -> list[int]:
@@ -79,21 +78,11 @@ def check_paged(memory: Bits, shape: Plane, bits: np.dtype[Any]) -> None:
         )
 
 
-def checked_highest(slots: Int64s, rows: int) -> int:
-    """The highest slot, -1 for none; raises ``KernelInputError`` unless there is one a row and none below -1."""
-    if slots.dtype != np.int64 or slots.shape != (rows,):
-        raise KernelInputError(f"slots must be int64 [{rows}], not {slots.dtype} {list(slots.shape)}")
-    lowest, highest = loops.slot_bounds(slots)
-    if lowest < -1:
-        raise KernelInputError(f"slot {lowest} does not fit paged memory; -1 leaves out a row of a restore")
-    return int(highest)
-
-
 def check_gathered_slots(slots: Int64s, slot_count: int) -> None:
     """Raise ``KernelInputError`` unless slots are contiguous int64 ``[rows]``, each inside ``slot_count``."""
     if slots.dtype != np.int64 or slots.ndim != 1 or not slots.flags.c_contiguous:
         raise KernelInputError(f"slots must be contiguous int64 [rows], not {slots.dtype} {list(slots.shape)}")
-    lowest, highest = loops.slot_bounds(slots)
+    lowest, highest = cpu_tables.slot_bounds(slots)
     if len(slots) and (lowest < 0 or highest >= slot_count):
         raise KernelInputError(
             f"slots {lowest}..{highest} do not fit paged memory of {slot_count} slots; only a restore may leave out "

@@ -1,7 +1,8 @@
 """The CPU's loops over planes, rows and targets (numba, nogil, no fastmath).
 
 Everything is an int64: addresses, byte strides, counts. So one compiled function a storage type serves every layout,
-read-only memory included. Nothing is checked here: ``cpu`` does that, and keeps every buffer alive during the call.
+read-only memory included. Callers check, and keep every buffer alive during the call; only ``restore_layers`` looks at
+its tables first.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-any-return"
@@ -24,43 +25,95 @@ from kvservice.kernels.vector import load_int32, load_word, store_fence, store_w
 
 Int64s = npt.NDArray[np.int64]
 
-# A job is one target of a restore in one plane; a plane's words say where its rows are and how its heads rotate, and
-# from ADDRESS on where its paged memory is, strides in bytes. Words are int64 and read by address, never as arrays:
-# numba counts references to arrays by locked instructions, and each of those waits for all streamed stores.
-SLOTS, TURN, MIRROR_TURN, RUN, RUNS_END, FIRST, END, ROW, JOB_WORDS = range(9)
+# A job is one target of a restore in one plane. A cursor walks through a mirror's runs in one plane: where its next run
+# is noted and where they end, the run that it stands before or in, the next replaced row. A plane's words say where its
+# rows are and how its heads rotate, and from ADDRESS on where its paged memory is, strides in bytes. Words of a master
+# and of a mirror: the address that offsets start from and how far they may reach; then a master's step from layer to
+# layer and the offsets of its planes; a mirror's tables: begin and end of every plane's rows, where every plane's runs
+# end, the runs. A mirror's words are all 0 where a target has none. Words are int64 and read by address, never as
+# arrays: numba counts references to arrays by locked instructions, and each of those waits for all streamed stores.
+SLOTS, TURN, MIRROR_TURN, JOB_WORDS = range(4)
+RUN, RUNS_END, FIRST, END, ROW, CURSOR_WORDS = range(6)
 ROWS, HEADS, HEAD_BYTES, ROTARY_OFFSET, ROTARY_BYTES, ADDRESS, BLOCK_SIZE = range(7)
 BLOCK_STRIDE, OFFSET_STRIDE, HEAD_STRIDE, ELEMENT_STRIDE, PLANE_WORDS = range(7, 12)
+BASE, BYTES, LAYER_STRIDE, PLANE_OFFSETS = range(4)
+ROW_BOUNDS, RUN_ENDS, RUNS, RUN_COUNT, MIRROR_WORDS = range(2, 7)
 PAGED = ADDRESS
-JOB_BYTES, PLANE_BYTES = 8 * JOB_WORDS, 8 * PLANE_WORDS
+JOB_BYTES, CURSOR_BYTES, MIRROR_WORDS_BYTES, PLANE_BYTES = (
+    8 * JOB_WORDS,
+    8 * CURSOR_WORDS,
+    8 * MIRROR_WORDS,
+    8 * PLANE_WORDS,
+)
 
 _BYTES_AHEAD = 12288  # streamed stores and replaced rows throw the hardware prefetcher off: 0.55 -> 0.9 of memcpy
-_RUN_BYTES = 8  # two int32
+RUN_BYTES = 8  # two int32
+_NEVER = 1 << 62  # the first row of a run behind the last one
 
 
 @njit(nogil=True, cache=True)
-def restore_planes(
+def restore_layers(
     tag: Any,
     element_bytes: int,
     tokens: int,
-    is_interleaved: bool,
-    planes: Int64s,
-    paged: Int64s,
-    jobs: Int64s,
+    first: int,
+    end: int,
+    planes: int,
+    targets: int,
+    words: int,
+    turning: int,
+    jobs: int,
+    master: int,
+    mirrors: int,
+    mirrors_first: int,
     is_streamed: bool,
-) -> None:
-    """Restore a layer.
+) -> tuple[int, int]:
+    """Restore layers ``[first, end)``; where something is wrong nothing, and ``_first_bad_plane``'s answer.
 
-    ``planes`` is ``[planes, PLANE_WORDS]``; ``paged``, their last words, ``[planes, PLANE_WORDS - PAGED]``; ``jobs``
-    ``[planes, targets, JOB_WORDS]``.
+    Tables are given by address, as unpacking an array costs a cold call more than a number. Of all layers: ``words``
+    ``[layers, planes, PLANE_WORDS]``; ``turning`` ``[layers, 2]``: which of the jobs' rotations, and whether its pairs
+    are neighbours. ``jobs`` is ``[rotations, planes, targets, JOB_WORDS]``. ``mirrors``, 0
+    or ``[targets, MIRROR_WORDS]``, has tables of layers from ``mirrors_first`` on.
     """
-    for i_plane in range(len(planes)):
-        for i_word in range(paged.shape[1]):
-            planes[i_plane, PAGED + i_word] = paged[i_plane, i_word]
-        plane: int = planes.ctypes.data + i_plane * PLANE_BYTES
-        plane_jobs: int = jobs.ctypes.data + i_plane * jobs.shape[1] * JOB_BYTES
-        _restore_plane(tag, element_bytes, tokens, is_interleaved, plane, plane_jobs, jobs.shape[1], is_streamed)
+    words += first * planes * PLANE_BYTES
+    layer_stride = load_word(master, LAYER_STRIDE)
+    skipped = (first - mirrors_first) * planes
+    bad = _first_bad_plane(tokens, (end - first) * planes, planes, targets, words, master, first, mirrors, skipped)
+    if bad[0] >= 0:
+        return bad
+    own = np.empty(2 * targets * CURSOR_WORDS + 1, np.int64)
+    cursors = np.int64(own.ctypes.data) * (mirrors != 0)  # an address is a uint64, and with an int64 a float64
+    for layer in range(first, end):
+        rotation, is_interleaved = load_word(turning, 2 * layer), load_word(turning, 2 * layer + 1) != 0
+        for i_plane in range(planes):
+            index = (layer - first) * planes + i_plane
+            _open_cursors(cursors, mirrors, targets, skipped + index)
+            plane_jobs = jobs + (rotation * planes + i_plane) * targets * JOB_BYTES
+            plane, rows = words + index * PLANE_BYTES, load_word(master, PLANE_OFFSETS + i_plane)
+            rows += load_word(master, BASE) + layer * layer_stride
+            _restore_plane(
+                tag, element_bytes, tokens, is_interleaved, plane, rows, plane_jobs, cursors, targets, is_streamed
+            )
     if is_streamed:
         store_fence()
+    own[0] = 0  # numba frees an array after its last use, and an address is none
+    return bad
+
+
+@njit(nogil=True, cache=True)
+def _open_cursors(cursors: int, mirrors: int, targets: int, index: int) -> None:
+    """Two cursors a target before the first run of plane ``index``: one to write by, one to fetch ahead by."""
+    for i_cursor in range(2 * targets if mirrors != 0 else 0):
+        cursor, mirror = cursors + i_cursor * CURSOR_BYTES, mirrors + (i_cursor >> 1) * MIRROR_WORDS_BYTES
+        run_ends = load_word(mirror, RUN_ENDS)
+        if run_ends == 0:
+            store_word(cursor, FIRST, _NEVER)
+            continue
+        begin = load_word(run_ends, index - 1) if index > 0 else 0
+        store_word(cursor, RUN, load_word(mirror, RUNS) + begin * RUN_BYTES)
+        store_word(cursor, RUNS_END, load_word(mirror, RUNS) + load_word(run_ends, index) * RUN_BYTES)
+        store_word(cursor, ROW, load_word(mirror, BASE) + load_word(load_word(mirror, ROW_BOUNDS), 2 * index))
+        _next_run(cursor)
 
 
 @njit(nogil=True, cache=True)
@@ -70,30 +123,71 @@ def _restore_plane(
     tokens: int,
     is_interleaved: bool,
     plane: int,
+    master: int,
     jobs: int,
-    job_count: int,
+    cursors: int,
+    targets: int,
     is_streamed: bool,
 ) -> None:
-    """Rows outside, targets inside: a master's row is read from memory once and written to every target."""
-    row_bytes = load_word(plane, HEADS) * load_word(plane, HEAD_BYTES)
-    master = load_word(plane, ROWS)
-    for i_job in range(job_count):
-        _next_run(jobs + i_job * JOB_BYTES, tokens)
+    """Rows outside, targets inside: a master's row is read from memory once and written to every target.
+
+    The other way round, tiles of 4 to 32 KiB written to one target after another, is a tenth slower with ten targets.
+    """
+    row_bytes = _row_bytes(plane)
+    rows_ahead = max(1, _BYTES_AHEAD // row_bytes)
+    for i_row in range(min(rows_ahead, tokens) if cursors != 0 else 0):
+        _fetch_row(i_row, row_bytes, master, cursors, targets)
     for i_row in range(tokens):
-        prefetch_bytes(master + i_row * row_bytes + _BYTES_AHEAD, row_bytes)
-        for i_job in range(job_count):
-            job = jobs + i_job * JOB_BYTES
+        if cursors == 0 or i_row + rows_ahead >= tokens:  # behind the last row the next plane begins
+            prefetch_bytes(master + (i_row + rows_ahead) * row_bytes, row_bytes)
+        else:
+            _fetch_row(i_row + rows_ahead, row_bytes, master, cursors, targets)
+        for i_target in range(targets):
+            job, cursor = jobs + i_target * JOB_BYTES, cursors + 2 * i_target * CURSOR_BYTES
             source, turn = master + i_row * row_bytes, load_word(job, TURN)
-            if i_row >= load_word(job, FIRST):
-                source, turn = load_word(job, ROW), load_word(job, MIRROR_TURN)
-                store_word(job, ROW, source + row_bytes)
-                if i_row + 1 == load_word(job, END):
-                    _next_run(job, tokens)
-                    prefetch_bytes(source + row_bytes, row_bytes)
+            if cursors != 0 and i_row >= load_word(cursor, FIRST):
+                source, turn = _take_row(cursor, i_row, row_bytes), load_word(job, MIRROR_TURN)
             slot = load_word(load_word(job, SLOTS), i_row)
             if slot >= 0:
                 target = _slot_address(plane, slot)
                 _write_row(tag, element_bytes, target, source, plane, turn, is_interleaved, is_streamed)
+
+
+@njit(nogil=True, cache=True)
+def _fetch_row(row: int, row_bytes: int, master: int, cursors: int, targets: int) -> None:
+    """Ask for all sources of a row; for the master's only if a target wants it: 5 % of what a lone mirror reads."""
+    is_wanted = False
+    for i_target in range(targets):
+        cursor = cursors + (2 * i_target + 1) * CURSOR_BYTES
+        if row < load_word(cursor, FIRST):
+            is_wanted = True
+        else:
+            prefetch_bytes(_take_row(cursor, row, row_bytes), row_bytes)
+    if is_wanted:
+        prefetch_bytes(master + row * row_bytes, row_bytes)
+
+
+@njit(nogil=True, cache=True)
+def _take_row(cursor: int, row: int, row_bytes: int) -> int:
+    """Where the replaced row is; the cursor goes on."""
+    source = load_word(cursor, ROW)
+    store_word(cursor, ROW, source + row_bytes)
+    if row + 1 == load_word(cursor, END):
+        _next_run(cursor)
+    return source
+
+
+@njit(nogil=True, cache=True)
+def _next_run(cursor: int) -> None:
+    """Open the next run; behind the last one, a run that never comes."""
+    run = load_word(cursor, RUN)
+    if run == load_word(cursor, RUNS_END):
+        store_word(cursor, FIRST, _NEVER)
+        return
+    first = load_int32(run)
+    store_word(cursor, FIRST, first)
+    store_word(cursor, END, first + load_int32(run + 4))
+    store_word(cursor, RUN, run + RUN_BYTES)
 
 
 @njit(nogil=True, cache=True)
@@ -139,6 +233,7 @@ def _write_row_apart(
     for i_head in range(heads):
         p_target = target + i_head * load_word(plane, HEAD_STRIDE)
         spread(p_target, begin + i_head * head_bytes, head_bytes, element_bytes, load_word(plane, ELEMENT_STRIDE))
+    moved[0] = 0  # numba frees an array after its last use, and an address is none
 
 
 @njit(nogil=True, cache=True)
@@ -189,6 +284,7 @@ def diff_plane(
             runs[count, 0], runs[count, 1] = i_row, 1
             count += 1
             is_open = True
+    buffer[0] = 0  # numba frees an array after its last use, and an address is none
     return count
 
 
@@ -252,76 +348,59 @@ def _gather_plane(tag: Any, element_bytes: int, plane: int, slots: int, rows: in
     return nonfinite
 
 
-@njit(cache=True)
-def slot_bounds(slots: Int64s) -> tuple[int, int]:
-    """The lowest and the highest slot; (0, -1) for none."""
-    lowest, highest = 0, -1
-    for i_row in range(len(slots)):
-        lowest, highest = min(lowest, slots[i_row]), max(highest, slots[i_row])
-    return lowest, highest
-
-
-@njit(cache=True)
-def note_plane(planes: Int64s, i_plane: int, rows: npt.NDArray[Any], tokens: int, element_bytes: int) -> bool:
-    """Fill in where a plane's rows are; False unless they are ``tokens`` contiguous rows of the plane's width.
-
-    In one compiled call: a layer of half a megabyte takes 25 us, and numpy needs a microsecond for an address alone.
-    """
-    planes[i_plane, ROWS] = rows.ctypes.data
-    row_bytes = planes[i_plane, HEADS] * planes[i_plane, HEAD_BYTES]
-    return len(rows) == tokens and _has_rows(rows, row_bytes, element_bytes)
-
-
-@njit(cache=True)
-def _has_rows(rows: npt.NDArray[Any], row_bytes: int, element_bytes: int) -> bool:
-    if rows.ndim != 2:
-        return False
-    is_contiguous = rows.strides[0] == row_bytes and rows.strides[1] == element_bytes
-    has_width = rows.shape[1] * element_bytes == row_bytes and rows.itemsize == element_bytes
-    return has_width and (is_contiguous or len(rows) == 0)
-
-
-@njit(cache=True)
-def note_mirror(
-    jobs: Int64s,
-    i_plane: int,
-    i_target: int,
-    turn: int,
-    runs: npt.NDArray[np.int32],
-    rows: npt.NDArray[Any],
-    planes: Int64s,
+@njit(nogil=True, cache=True)
+def _first_bad_plane(
     tokens: int,
-    element_bytes: int,
-) -> int:
-    """Fill in a job's words about its mirror; returns the rows that the runs cover.
+    plane_count: int,
+    planes: int,
+    targets: int,
+    words: int,
+    master: int,
+    first_layer: int,
+    mirrors: int,
+    skipped: int,
+) -> tuple[int, int]:
+    """Which plane of the layers to restore is not what its tables say, and whose it is; (-1, -1) where all is well.
 
-    -1 unless runs are sorted, disjoint, not empty and inside ``tokens``; -2 where a shape or an element is wrong.
+    The latter is the index of the target whose mirror is wrong, -1 for the master. ``skipped``: how many planes are in
+    the mirrors' tables before the first one asked about.
     """
-    job = jobs[i_plane, i_target]
-    row_bytes = planes[i_plane, HEADS] * planes[i_plane, HEAD_BYTES]
-    if not _has_rows(rows, row_bytes, element_bytes) or not _has_rows(runs, _RUN_BYTES, _RUN_BYTES // 2):
-        return -2
-    job[MIRROR_TURN], job[ROW] = turn, rows.ctypes.data
-    job[RUN] = runs.ctypes.data
-    job[RUNS_END] = runs.ctypes.data + len(runs) * _RUN_BYTES
-    total, free = 0, 0
-    for i_run in range(len(runs)):
-        first: int = runs[i_run, 0]
-        count: int = runs[i_run, 1]
-        if first < free or count < 1 or first + count > tokens:
-            return -1
-        total, free = total + count, first + count
-    return total
+    for index in range(plane_count):
+        row_bytes = _row_bytes(words + index * PLANE_BYTES)
+        offset = load_word(master, PLANE_OFFSETS + index % planes)
+        offset += (first_layer + index // planes) * load_word(master, LAYER_STRIDE)
+        if not 0 <= offset <= load_word(master, BYTES) - tokens * row_bytes:
+            return index, -1
+    for i_target in range(targets if mirrors != 0 else 0):
+        mirror = mirrors + i_target * MIRROR_WORDS_BYTES
+        run_ends, bounds = load_word(mirror, RUN_ENDS), load_word(mirror, ROW_BOUNDS) + skipped * 16
+        begin = load_word(run_ends, skipped - 1) if run_ends != 0 and skipped > 0 else 0
+        for index in range(plane_count if run_ends != 0 else 0):
+            end = load_word(run_ends, skipped + index)
+            if not 0 <= begin <= end <= load_word(mirror, RUN_COUNT):
+                return index, i_target
+            rows = covered_rows(load_word(mirror, RUNS) + begin * RUN_BYTES, end - begin, tokens)
+            first, behind = load_word(bounds, 2 * index), load_word(bounds, 2 * index + 1)
+            is_inside = 0 <= first <= behind <= load_word(mirror, BYTES)
+            if rows < 0 or not is_inside or behind - first != rows * _row_bytes(words + index * PLANE_BYTES):
+                return index, i_target
+            begin = end
+    return -1, -1
 
 
 @njit(nogil=True, cache=True)
-def _next_run(job: int, tokens: int) -> None:
-    """Open the job's next run; behind the last one, a run that never comes."""
-    run = load_word(job, RUN)
-    if run == load_word(job, RUNS_END):
-        store_word(job, FIRST, tokens)
-        return
-    first = load_int32(run)
-    store_word(job, FIRST, first)
-    store_word(job, END, first + load_int32(run + 4))
-    store_word(job, RUN, run + _RUN_BYTES)
+def _row_bytes(plane: int) -> int:
+    return load_word(plane, HEADS) * load_word(plane, HEAD_BYTES)
+
+
+@njit(nogil=True, cache=True)
+def covered_rows(runs: int, count: int, tokens: int) -> int:
+    """How many rows ``count`` runs cover; -1 unless they are sorted, disjoint, not empty and inside ``tokens``."""
+    total, free = 0, 0
+    for i_run in range(count):
+        first: int = load_int32(runs + i_run * RUN_BYTES)
+        rows: int = load_int32(runs + i_run * RUN_BYTES + 4)
+        if first < free or rows < 1 or first + rows > tokens:
+            return -1
+        total, free = total + rows, first + rows
+    return total

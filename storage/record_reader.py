@@ -72,6 +72,18 @@ def read_head(buffer: Bytes) -> RecordHead:
     return RecordHead(meta, layout, tuple(header.section_checksums), said)
 
 
+@dataclass(frozen=True, slots=True)
+class MasterPlaces:
+    """Where a master's planes lie in its record, in bytes: its sections are equally long.
+
+    Plane ``p`` of layer ``l`` begins at ``start + l * layer_stride + plane_offsets[p]``.
+    """
+
+    start: int
+    layer_stride: int
+    plane_offsets: tuple[int, ...]
+
+
 class RecordReader:
     """A record at the start of ``buffer``, verified up to its sections; those are verified by ``verify``.
 
@@ -97,6 +109,11 @@ class RecordReader:
     def __str__(self) -> str:
         return f"record of {self.meta.kind.name.lower()} {self.meta.key}"
 
+    @property
+    def buffer(self) -> Bytes:
+        """The whole record."""
+        return self._buffer
+
     def section(self, layer: int) -> Bytes:
         """A layer's section as it lies, without padding."""
         start = self.layout.section_offsets[layer]
@@ -106,6 +123,14 @@ class RecordReader:
         """Views of a layer's planes, each ``[tokens, row_elements]``."""
         assert self.meta.kind is CacheKind.MASTER, self
         return self._rows.split(self.section(layer), [self.meta.tokens] * len(self.meta.geometry.planes))
+
+    def master_places(self) -> MasterPlaces:
+        """Where ``master_planes`` of all layers are, for code that reads many layers in one call."""
+        assert self.meta.kind is CacheKind.MASTER, self
+        starts, planes = self.layout.section_offsets, [0]
+        for row_bytes, _ in self._rows.sizes[:-1]:
+            planes.append(planes[-1] + self.meta.tokens * row_bytes)
+        return MasterPlaces(starts[0], starts[1] - starts[0] if len(starts) > 1 else 0, tuple(planes))
 
     def mirror(self, layer: int) -> tuple[list[Runs], list[StorageBits]]:
         """A layer's diff: per plane its runs (int32 [n, 2], a copy) and a view of its rows ``[rows, row_elements]``.

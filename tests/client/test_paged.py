@@ -6,7 +6,10 @@ import torch
 
 from kvservice.client.device_paged import DevicePaged, host_tensor
 from kvservice.client.paged import CpuPaged, check_paged_kv, prompt_slots
+from kvservice.model.cache import CacheMeta
 from kvservice.model.errors import GeometryMismatchError
+from kvservice.model.segment import CacheKey, ContextId, SegmentId
+from kvservice.storage.record import RecordReader, RecordWriter, master_layout
 from tests.client.builders import GEOMETRIES, Engine, make_identity
 
 IDENTITY = make_identity()
@@ -83,3 +86,20 @@ def test_slots_are_the_librarys_own_copy() -> None:
         assert not np.shares_memory(found, tensor.numpy())
         assert found.flags.c_contiguous
         assert found.tolist() == given.tolist()
+
+
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_places_of_a_master_are_where_its_planes_are(name: str) -> None:
+    geometry = GEOMETRIES[name]
+    key = CacheKey(SegmentId(bytes(32)), ContextId(bytes(32)))
+    meta = CacheMeta(make_identity(geometry).namespace(), key, 5, 7, geometry)
+    layout = master_layout(meta)
+    record = np.zeros(layout.record_bytes + 64, np.uint8)
+    record = record[-record.ctypes.data % 64 :][: layout.record_bytes]
+    RecordWriter(record, meta, layout).finish()
+    reader = RecordReader(record)
+    places = reader.master_places()
+    for layer in range(geometry.layers):
+        for plane, offset in zip(reader.master_planes(layer), places.plane_offsets, strict=True):
+            at = places.start + layer * places.layer_stride + offset
+            assert plane.ctypes.data == reader.buffer.ctypes.data + at

@@ -4,6 +4,8 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -12,6 +14,8 @@ from hypothesis import strategies as st
 
 from kvservice.app import LocalNode
 from kvservice.client import Client, PartKind, Plans, PromptPlan, RoundPrompt
+from kvservice.client.restore import RestoreWork, layer_batches
+from kvservice.model.cache import CacheKind
 from kvservice.model.errors import (
     CorruptError,
     GeometryMismatchError,
@@ -23,6 +27,7 @@ from kvservice.model.errors import (
 )
 from kvservice.model.geometry import Geometry, attention_geometry, latent_geometry
 from kvservice.model.plan import Location, Match, MissReason, Outcome, PlannedSegment
+from kvservice.storage.record import RecordReader
 from tests.client.builders import (
     GEOMETRIES,
     POLICY,
@@ -150,7 +155,7 @@ def test_layers_are_waited_for_one_by_one(local: Connect) -> None:
         assert restore.is_done
         with pytest.raises(InvalidInputError):
             restore.wait_for_layer(3)
-    assert told == [(1, 3), (2, 3), (3, 3)]
+    assert told == [(1, 3), (3, 3)]
 
 
 def test_restores_run_at_the_same_time(local: Connect) -> None:
@@ -306,6 +311,62 @@ def test_corrupt_bytes_are_named(local: Connect, local_node: LocalNode) -> None:
         local_node.arena[place.extent.offset + 30] ^= 1
         with pytest.raises(CorruptError, match=str(prompt.key(2))):
             client.restore(plans, engine.planes, slots)
+
+
+def test_a_run_table_that_lies_is_named_and_nothing_is_written(local: Connect, local_node: LocalNode) -> None:
+    """Without checksums too: the tables of all layers are read before the first layer is written."""
+    client = local(IDENTITY)
+    first, second = (make_prompt(IDENTITY, private=4, shared=(12,), seed=seed, policy=POLICY) for seed in (1, 2))
+    stored(client, first)
+    engine = Engine(IDENTITY.geometry, seed=2)
+    slots = engine.allocate(second.token_count)
+    with client.lookup([second]) as plans:
+        client.restore(plans, engine.planes, [slots]).wait()
+        engine.change(slots[10:12])
+        client.store(second, engine.planes, slots, base=plans[0], is_refreshed=True)
+    before = [[bits_of(plane).clone() for plane in layer] for layer in engine.planes]
+    with client.lookup([second]) as plans:
+        place = plans[0].plan.segments[-1].record
+        assert place is not None
+        record = local_node.arena[place.extent.offset : place.extent.end]
+        reader = RecordReader(record)
+        assert reader.meta.kind is CacheKind.MIRROR
+        record[reader.layout.section_offsets[2] + 8] = 0xFF  # the first row of a run, beyond the segment
+        with pytest.raises(CorruptError, match=f"{reader.meta.key}, layer 2: runs must be sorted"):
+            client.restore(plans, engine.planes, [slots]).wait()
+    assert_equal_bits([[bits_of(plane) for plane in layer] for layer in engine.planes], before)
+
+
+class FakeWork:
+    """A restore of 28 layers of half a megabyte, of which only some are there at first."""
+
+    layer_bytes = 1 << 19
+
+    def __init__(self, batch_bytes_max: int, step: int) -> None:
+        self.memory = SimpleNamespace(batch_bytes_max=batch_bytes_max)
+        self._step = step
+
+    def open_layers(self, first: int, layers: int) -> int:
+        return min(layers, first + self._step)
+
+
+@pytest.mark.parametrize(
+    ("batch_bytes_max", "step", "verify", "ends"),
+    [
+        (16 << 20, 28, False, [1, 5, 25, 28]),
+        (4 << 20, 28, False, [1, 5, 13, 21, 28]),
+        (16 << 20, 28, True, [1, *range(3, 28, 2), 28]),
+        (16 << 20, 10, False, [1, 5, 10, 20, 28]),
+        (0, 28, False, list(range(1, 29))),
+    ],
+)
+def test_batches_grow_and_hold_only_layers_that_are_there(
+    batch_bytes_max: int, step: int, verify: bool, ends: list[int]
+) -> None:
+    work = cast("RestoreWork", FakeWork(batch_bytes_max, step))
+    found = list(layer_batches(work, 28, verify=verify))
+    assert [end for _, end in found] == ends
+    assert [first for first, _ in found] == [0, *ends[:-1]]
 
 
 def test_a_plan_that_names_another_record_is_refused(local: Connect) -> None:

@@ -77,12 +77,13 @@ def test_mirrors_are_materialised_and_rows_gathered_as_tensors(case: Restore) ->
 def test_a_restore_of_many_layers_is_prepared_once(case: Restore) -> None:
     wanted, written = case.make_paged(), case.make_paged()
     cpu.restore_layer(case.master, case.master_position, case.targets, wanted, case.shapes, case.rotation, case.dtype)
-    prepared = cpu.prepare_restore(
-        len(case.master[0]), case.master_position, case.targets, case.shapes, case.rotation, case.dtype
-    )
     layer = cpu.paged_layer(written, case.shapes, written[0].dtype)
+    paged = cpu.paged_layers([layer], case.shapes, [case.rotation], case.dtype)
+    mirrors = [target.mirror for target in case.targets]
+    positions = [None if mirror is None else mirror.position for mirror in mirrors]
+    prepared = cpu.prepare_restore(len(case.master[0]), case.master_position, case.targets, paged, positions)
     for _ in range(2):
-        prepared.restore_layer(case.master, layer, [target.mirror for target in case.targets])
+        prepared.restore_planes(case.master, mirrors)
     for left, right in zip(written, wanted, strict=True):
         np.testing.assert_array_equal(left, right)
 
