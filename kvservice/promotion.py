@@ -17,8 +17,10 @@ from kvservice.model.errors import CorruptError, DiskError, KVServiceError
 from kvservice.stats.counters import Counters
 from kvservice.storage.arrival import RecordArrival
 from kvservice.storage.buffer import Bytes
-from kvservice.worker import Worker
+from kvservice.worker import OrderedWork, Worker
 
+TURNS_A_PIECE = 4
+"""A lookup's second pieces come after the first ones of the four lookups behind it: none starves, none hogs."""
 AWAIT_S_MAX = 5.0
 """An Await without news is answered after this long, so that a client sees that the node lives."""
 
@@ -36,10 +38,11 @@ class PieceReader(Protocol):
 class Load:
     """One record on its way. ``layers``: how many have arrived and are right. ``is_done``: see ``error``."""
 
-    __slots__ = ("cache", "error", "is_done", "layers", "news", "offset")
+    __slots__ = ("cache", "error", "is_done", "layers", "news", "offset", "turn")
 
-    def __init__(self, cache: Cache) -> None:
+    def __init__(self, cache: Cache, turn: int = 0) -> None:
         self.cache = cache
+        self.turn = turn
         self.offset = cache.offset
         self.layers = 0
         self.error: KVServiceError | None = None
@@ -51,6 +54,10 @@ class Load:
         if layers > self.layers:
             self.layers = layers
             self._tell()
+
+    def is_news(self, known: int) -> bool:
+        """Is there more to tell to who knows of so many layers, one more than there are if it knows of the error?"""
+        return self.layers > known or (self.error is not None and known <= self.layers)
 
     def finish(self, error: KVServiceError | None) -> None:
         """Nothing more will."""
@@ -79,14 +86,18 @@ class Promotion:
         self._source = source
         self._catalog = catalog
         self._allocation = allocation
-        self._worker = worker
+        self._pieces = OrderedWork(worker)
         self._counters = counters
         self._clock = clock
         self._quarantine = quarantine
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def begin(self, cache: Cache) -> Load | None:
-        """Read a held cache's record into the arena, or join the load that does; None if leases leave no room."""
+    def begin(self, cache: Cache, turn: int = 0) -> Load | None:
+        """Read a held cache's record into the arena, or join the load that does; None if leases leave no room.
+
+        ``turn``: the lookup's number. All first pieces of one lookup are read before its second ones, since a restore
+        writes layer after layer of all records; a later lookup waits for the earlier one's, a little.
+        """
         if cache in self.loads:
             return self.loads[cache]
         extent = self._allocation.take_for_load(cache)
@@ -95,7 +106,7 @@ class Promotion:
         self._catalog.hold(cache)
         self._catalog.set_host(cache, extent.offset)
         self._catalog.arriving.add(cache)
-        load = self.loads[cache] = Load(cache)
+        load = self.loads[cache] = Load(cache, turn)
         self._counters.loads.begun += 1
         self._counters.loads.staged += extent.offset >= self._allocation.tier.staging_offset
         task = asyncio.get_running_loop().create_task(self._run(load))
@@ -131,10 +142,12 @@ class Promotion:
         reference = None if master is None else MasterReference(master.context, master.generation)
         arrival = RecordArrival(view, cache.family.space.namespace, cache.key, cache.generation, reference)
 
-        async def read(start: int, end: int) -> None:
-            load.advance(await self._worker.run(partial(_read_piece, source, extent, start, end, view, arrival)))
+        async def read(index: int, start: int, end: int) -> None:
+            job = partial(_read_piece, source, extent, start, end, view, arrival)
+            load.advance(await self._pieces.run(load.turn + index * TURNS_A_PIECE, job))
 
-        results = await asyncio.gather(*(read(*piece) for piece in source.pieces(extent)), return_exceptions=True)
+        pieces = enumerate(source.pieces(extent))
+        results = await asyncio.gather(*(read(index, *piece) for index, piece in pieces), return_exceptions=True)
         for result in results:
             if isinstance(result, KVServiceError):
                 return result
@@ -153,11 +166,14 @@ class Promotion:
         return extent
 
     async def wait(self, loads: Iterable[Load], known: dict[int, int]) -> None:
-        """Return once a load has news: more layers than ``known`` (by offset) or its end; or after AWAIT_S_MAX."""
+        """Return once there is news of a load, or all are over; or after AWAIT_S_MAX.
+
+        ``known``: layers by offset, one more where the load is known to have failed.
+        """
         found = list(loads)
-        if any(load.is_done or load.layers > known.get(load.offset, 0) for load in found) or not found:
+        if any(load.is_news(known.get(load.offset, 0)) for load in found) or all(load.is_done for load in found):
             return
-        waiting = [asyncio.ensure_future(load.news.wait()) for load in found]
+        waiting = [asyncio.ensure_future(load.news.wait()) for load in found if not load.is_done]
         try:
             await asyncio.wait(waiting, timeout=AWAIT_S_MAX, return_when=asyncio.FIRST_COMPLETED)
         finally:

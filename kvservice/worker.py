@@ -1,6 +1,8 @@
 """Where checksums and folding arithmetic run: a few threads off the loop's, for calls that release the GIL."""
 
 import asyncio
+import heapq
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -44,6 +46,45 @@ async def _until_done(future: "asyncio.Future[T]") -> None:
     while not future.done():
         with suppress(asyncio.CancelledError):
             await asyncio.wait([future])
+
+
+class OrderedWork:
+    """Work on a worker, the lowest rank first, equal ones as they came. Owned by one loop."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._waiting: list[tuple[int, int, Callable[[], None]]] = []
+        self._count = 0
+        self._lock = threading.Lock()  # the loop adds, threads take
+
+    async def run(self, rank: int, function: Callable[[], T]) -> T:
+        """What ``function`` returns or raises. Is over only when ``function`` is, even if cancelled."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[T] = loop.create_future()
+
+        def work() -> None:
+            try:
+                result = function()
+            except BaseException as error:  # noqa: BLE001  a thread's top: whoever waits gets it
+                loop.call_soon_threadsafe(done.set_exception, error)
+            else:
+                loop.call_soon_threadsafe(done.set_result, result)
+
+        self._count += 1
+        with self._lock:
+            heapq.heappush(self._waiting, (rank, self._count, work))
+        turn = loop.create_task(self._worker.run(self._take))
+        try:
+            await asyncio.shield(turn)  # its thread does what is first, not what we asked for; as many turns as jobs
+            return await asyncio.shield(done)
+        except asyncio.CancelledError:
+            await _until_done(done)
+            raise
+
+    def _take(self) -> None:
+        with self._lock:
+            _, _, work = heapq.heappop(self._waiting)
+        work()
 
 
 class InlineWorker:

@@ -2,10 +2,11 @@
 
 import asyncio
 import threading
+from functools import partial
 
 import pytest
 
-from kvservice.worker import InlineWorker, ThreadWorker, Worker
+from kvservice.worker import InlineWorker, OrderedWork, ThreadWorker, Worker
 
 
 @pytest.mark.parametrize("make", [lambda: ThreadWorker(1), InlineWorker])
@@ -61,3 +62,20 @@ async def test_a_run_cancelled_twice_is_over_only_when_the_thread_is() -> None:
     worker.close()
     assert not is_over_early
     assert ended.is_set()
+
+
+async def test_ordered_work_does_the_lowest_rank_first_whoever_asked_first() -> None:
+    done: list[int] = []
+    work = OrderedWork(ThreadWorker(1))
+    ranks = [5, 1, 3, 1]
+    await asyncio.gather(*(work.run(rank, partial(done.append, 10 * rank + at)) for at, rank in enumerate(ranks)))
+    assert done == [11, 13, 32, 50]
+
+
+async def test_ordered_work_raises_what_its_own_function_does_and_nobody_elses() -> None:
+    work = OrderedWork(InlineWorker())
+    first, second = await asyncio.gather(
+        work.run(2, lambda: 1 // 0), work.run(1, lambda: "right"), return_exceptions=True
+    )
+    assert isinstance(first, ZeroDivisionError)
+    assert second == "right"
