@@ -55,6 +55,7 @@ class OrderedWork:
         self._worker = worker
         self._waiting: list[tuple[int, int, Callable[[], None]]] = []
         self._count = 0
+        self._turns: set[asyncio.Task[None]] = set()
         self._lock = threading.Lock()  # the loop adds, threads take
 
     async def run(self, rank: int, function: Callable[[], T]) -> T:
@@ -73,9 +74,11 @@ class OrderedWork:
         self._count += 1
         with self._lock:
             heapq.heappush(self._waiting, (rank, self._count, work))
+        # As many turns as jobs, but a turn does what is first, not what we asked for: another one may do ours.
         turn = loop.create_task(self._worker.run(self._take))
+        self._turns.add(turn)
+        turn.add_done_callback(self._turns.discard)
         try:
-            await asyncio.shield(turn)  # its thread does what is first, not what we asked for; as many turns as jobs
             return await asyncio.shield(done)
         except asyncio.CancelledError:
             await _until_done(done)

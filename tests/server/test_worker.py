@@ -79,3 +79,13 @@ async def test_ordered_work_raises_what_its_own_function_does_and_nobody_elses()
     )
     assert isinstance(first, ZeroDivisionError)
     assert second == "right"
+
+
+async def test_ordered_work_is_told_as_done_while_what_its_own_turn_took_still_runs() -> None:
+    work, may_end = OrderedWork(ThreadWorker(2)), threading.Event()
+    first = asyncio.create_task(work.run(1, lambda: "quick"))
+    second = asyncio.create_task(work.run(2, lambda: may_end.wait(30)))
+    third = asyncio.create_task(work.run(0, lambda: "quickest"))
+    assert (await third, await first) == ("quickest", "quick")
+    may_end.set()
+    assert await second
