@@ -111,10 +111,10 @@ def test_a_record_that_went_wrong_on_ssd_fails_the_restore_by_name_and_is_a_miss
         assert client.stats()["integrity"]["corrupt"]["ssd"] == 2  # type: ignore[index]
 
 
-def test_a_node_that_stops_while_a_record_is_read_fails_the_restore_by_name(
+def test_a_node_that_stops_while_a_record_is_read_fails_the_restore_by_name_or_it_is_exact(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prompt, _ = stored_before(tmp_path)
+    prompt, rows = stored_before(tmp_path)
     may_go_on, read_piece = threading.Event(), Slab.read_piece
 
     def gated(slab: Slab, extent: object, start: int, end: int, target: object) -> None:
@@ -131,5 +131,8 @@ def test_a_node_that_stops_while_a_record_is_read_fails_the_restore_by_name(
         restore.wait_for_layer(0)
         threading.Timer(0.1, may_go_on.set).start()
         service.__exit__(None, None, None)
-        with pytest.raises(KVServiceError):
+        try:
             restore.wait()
+        except KVServiceError:
+            return
+        assert_equal_bits(engine.rows(slots), rows)
