@@ -1,10 +1,14 @@
 # Every command a developer or CI runs. `make demo` and `make test` need nothing but Python 3.11+ and make.
 PYTHON ?= python3
 VENV ?= .venv
+VLLM_VENV ?= $(HOME)/.cache/kvservice/vllm-0.32.0
+MODEL_CACHE ?= $(HOME)/.cache/kvservice/models
+KILLS ?= 40
+SEED ?=
 RUN := PYTHONSAFEPATH=1 $(VENV)/bin/
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo serve test check proto bench lock clean
+.PHONY: setup demo serve test crash vllm-env test-vllm check proto bench lock clean
 
 setup: $(STAMP)
 
@@ -23,6 +27,19 @@ serve: setup
 test: setup
 	$(RUN)pytest
 
+# vLLM's own environment, outside the checkout: 3.4 GB, 2-3 minutes the first time.
+vllm-env:
+	$(PYTHON) deploy/vllm_environment.py $(VLLM_VENV)
+
+# setup too: SmolLM2 is converted there.
+test-vllm: setup vllm-env
+	PYTHONSAFEPATH=1 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VLLM_VENV)/bin/python -m pytest tests/vllm \
+		--model-cache=$(MODEL_CACHE) --model-python=$(VENV)/bin/python
+
+# The nightly run is `make crash KILLS=500`; a failure prints the seed for SEED=.
+crash: setup
+	$(RUN)pytest tests/crash -m crash --kills $(KILLS) $(if $(SEED),--seed $(SEED))
+
 check: setup
 	$(RUN)ruff check .
 	$(RUN)ruff format --check .
@@ -34,7 +51,7 @@ proto: setup
 	rm -f kvservice/wire/v1/record_pb2_grpc.py kvservice/wire/v1/ssd_pb2_grpc.py
 
 bench: setup
-	for question in restore transport catalog; do $(RUN)python bench/$$question.py || exit 1; done
+	for question in restore transport catalog ssd ssd_restore recovery eviction; do $(RUN)python bench/$$question.py || exit 1; done
 
 # From an environment that was set up or upgraded by hand.
 lock:

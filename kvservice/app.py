@@ -30,6 +30,7 @@ from kvservice.config import Settings
 from kvservice.data_socket import DataSocket, remove_stale_socket
 from kvservice.model.errors import KVServiceError, UnavailableError
 from kvservice.model.limits import GRPC_OPTIONS
+from kvservice.node import Node
 from kvservice.rpc import add_to_server
 from kvservice.stats.document import NodeDocument
 from kvservice.stats.http import build_http
@@ -231,9 +232,13 @@ class LocalNode:
         """The host arena, uint8 ``[bytes]``. Read leased extents, write reserved ones."""
         return self._arena.view
 
+    def on_loop(self, work: Callable[[Node], T]) -> T:
+        """What ``work`` makes of the node, on the thread that owns it; for tests and measurements."""
+        return self._thread.run(_on_loop(lambda: work(self._node)))
+
     def stats(self) -> NodeDocument:
         """What the node holds and has done; see stats/document.py."""
-        return self._thread.run(_on_loop(self._node.stats_document))
+        return self.on_loop(Node.stats_document)
 
     def open_session(self, hello: cache_pb2.Hello) -> cache_pb2.Welcome:
         """Open a session; the caller closes it."""
