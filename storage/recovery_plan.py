@@ -13,6 +13,7 @@ order, changes nothing of the rest: a start that died half way is simply done ag
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from operator import attrgetter
 
 from kvservice.model.errors import InvalidIdentityError
 from kvservice.model.geometry import Geometry
@@ -56,8 +57,10 @@ class Drop(StrEnum):
 class Decisions:
     """What becomes of all that was found; nothing is in two places, nothing in none.
 
-    ``entries``: hidden masters (``is_deleted``), then live masters, then mirrors. ``notes``: one of each identity that
-    ``entries`` need, and the tombstones. ``dropped_records``, ``dropped_notes``: with the reason.
+    ``entries``: hidden masters (``is_deleted``), then live masters, then mirrors, each in the order they were written.
+    ``notes``: one of each identity that ``entries`` need, and the tombstones of hidden ones. What is dropped comes with
+    the reason. A hidden master without a tombstone was superseded: whoever deletes the newer record of its key writes a
+    tombstone before, or a later start would show the older one again.
     """
 
     entries: list[SsdEntry]
@@ -208,7 +211,7 @@ def _live(
         if (record.meta.master is not None and base_id(record) not in masters) or _is_buried(record, tombstones):
             continue
         other = live.setdefault(record_id(record), record)
-        if _age(other) < _age(record):
+        if other is not record and _age(other) < _age(record):
             live[record_id(record)] = record
     return live
 
@@ -231,8 +234,10 @@ def _hidden(records: Iterable[SsdEntry], live: Iterable[SsdEntry]) -> dict[Maste
     return hidden
 
 
-def _marked(records: Iterable[SsdEntry], *, is_deleted: bool) -> Iterable[SsdEntry]:
-    return (one if one.is_deleted is is_deleted else replace(one, is_deleted=is_deleted) for one in records)
+def _marked(records: Iterable[SsdEntry], *, is_deleted: bool) -> list[SsdEntry]:
+    """In the order they were written."""
+    marked = [one if one.is_deleted is is_deleted else replace(one, is_deleted=is_deleted) for one in records]
+    return sorted(marked, key=attrgetter("sequence"))
 
 
 def _reason(record: SsdEntry, masters: set[MasterId], mirrors: set[MasterId], tombstones: dict[RecordId, Note]) -> Drop:

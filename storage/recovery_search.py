@@ -4,7 +4,7 @@ import heapq
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 
 from xxhash import xxh3_64
 
@@ -51,7 +51,7 @@ def search_slab(slab: Slab, entries: Iterable[SsdEntry], notes: Iterable[Note]) 
     What differs from the index in anything counts as not named by it, and as it is on the slab.
     """
     things: list[Thing] = [*entries, *notes]
-    said = {thing.extent.offset: thing for thing in sorted(things, key=_sequence)}
+    said = {thing.extent.offset: thing for thing in sorted(things, key=attrgetter("sequence"))}
     scan = slab.scan({offset: thing.extent for offset, thing in said.items()})
     found, shared, unnamed = FoundThings(), _Shared(), _Newest(VERIFIED_MAX)
     for one in scan:
@@ -73,10 +73,8 @@ def search_slab(slab: Slab, entries: Iterable[SsdEntry], notes: Iterable[Note]) 
 
 
 def reserve_all(slab: Slab, records: Iterable[SsdEntry], notes: Iterable[Note]) -> None:
-    """Reserve the places of all. Raises InvalidInputError if two overlap or one is no place on the slab."""
-    extents = [*(record.extent for record in records), *(note.extent for note in notes)]
-    for extent in sorted(extents, key=_offset):
-        slab.adopt(extent)
+    """Reserve the places of all. InvalidInputError, and none is, if two overlap or one is no place on the slab."""
+    slab.adopt_all([*(record.extent for record in records), *(note.extent for note in notes)])
 
 
 def verify_record(slab: Slab, extent: Extent, head: RecordHead) -> None:
@@ -186,11 +184,3 @@ def _set_torn_apart(slab: Slab, found: FoundThings, unnamed: _Newest) -> None:
 def _part(start: int, piece: Bytes, first: int, behind: int) -> Bytes:
     """What of the record's bytes [first, behind) is in a piece that starts at ``start``."""
     return piece[max(first - start, 0) : max(behind - start, 0)]
-
-
-def _sequence(thing: Thing) -> int:
-    return thing.sequence
-
-
-def _offset(extent: Extent) -> int:
-    return extent.offset

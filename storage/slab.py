@@ -6,7 +6,7 @@ A record moves straight between an arena and the file. Nothing here holds on to 
 """
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -156,6 +156,13 @@ class Slab:
             raise InvalidInputError(f"an extent has 1 byte or more, not {extent.length}")
         self._allocator.allocate_at(extent.offset, extent.length + FOOTER_BYTES)
 
+    def adopt_all(self, extents: Iterable[Extent]) -> None:
+        """As ``adopt``, all or none, in a seventh of the time."""
+        given = list(extents)
+        if any(extent.length < 1 for extent in given):
+            raise InvalidInputError("an extent has 1 byte or more")
+        self._allocator.allocate_all([_with_footer(extent) for extent in given])
+
     def holds(self, extent: Extent) -> bool:
         """Is this very extent reserved? Any thread."""
         return extent.offset >= BLOCK_BYTES and self._allocator.holds(_with_footer(extent))
@@ -206,9 +213,9 @@ class Slab:
         self._require(extent)
         self._file.write_from(extent.offset, [_ZEROS])
 
-    def reserve_note(self, kind: NoteKind, payload: bytes) -> Note | None:
-        """A place for a note, which is not written yet; None if there is no room."""
-        sequence = self.next_sequence()
+    def reserve_note(self, kind: NoteKind, payload: bytes, sequence: int | None = None) -> Note | None:
+        """A place for a note, which is not written yet; None if there is no room. ``sequence``: given before."""
+        sequence = self.next_sequence() if sequence is None else sequence
         extent = self.reserve(len(note_bytes(self.uuid, sequence, kind, payload)))
         return None if extent is None else Note(extent, sequence, kind, payload)
 

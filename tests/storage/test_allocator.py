@@ -1,7 +1,7 @@
 """The allocator against a model that looks at every granule."""
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, MultipleResults, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
@@ -188,3 +188,26 @@ def test_senseless_sizes_are_refused() -> None:
     assert allocator.allocate(CAPACITY) is None
     with pytest.raises(InvalidInputError, match="no granule"):
         ExtentAllocator(GRANULE - 1, GRANULE)
+
+
+@given(st.data())
+def test_many_places_at_once_are_what_they_are_one_by_one(data: st.DataObject) -> None:
+    one, all_ = ExtentAllocator(CAPACITY, GRANULE), ExtentAllocator(CAPACITY, GRANULE)
+    places = data.draw(st.lists(st.tuples(st.integers(-1, GRANULES), st.integers(0, 3 * GRANULE)), max_size=6))
+    extents = [Extent(place * GRANULE + data.draw(st.sampled_from([0, 0, 0, 1])), length) for place, length in places]
+    for allocator in (one, all_):
+        allocator.allocate_at(5 * GRANULE, 2 * GRANULE)
+    before = list(all_.free_stretches())
+    try:
+        for extent in extents:
+            one.allocate_at(extent.offset, extent.length)
+    except InvalidInputError:
+        with pytest.raises(InvalidInputError):
+            all_.allocate_all(extents)
+        assert list(all_.free_stretches()) == before
+    else:
+        all_.allocate_all(extents)
+        assert list(all_.free_stretches()) == list(one.free_stretches())
+        assert all_.used_bytes == one.used_bytes
+        assert all(all_.holds(extent) for extent in extents)
+    all_.check()
