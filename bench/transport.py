@@ -5,7 +5,7 @@ paged KV, without a move. Every round times memcpys beside it (np.copyto, one th
 falls on both. Their bytes, like those of put and get, were last touched long before. numpy's large buffers lie in huge
 pages where the system grants them; arena and paged KV do not, so one more memcpy is between pages as small as theirs.
 A round of four records shows what the calls cost: there are as many for four as for one. The node is a process of its
-own.
+own. A call is also timed both ways, over the data socket and over gRPC, in turns.
 
 Asked (DESIGN.md): put and get at 0.8 of memcpy or more, a batched lookup of 64 segments below 3 ms at p99, idle.
 """
@@ -22,23 +22,27 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvservice.client import Client, PartKind, Plans, RoundPrompt, StoreOutcome
+from kvservice.client import Client, PartKind, Plans, RoundPrompt, SharedMemoryTransport, StoreOutcome
+from kvservice.client.session_stream import SessionStream
 from kvservice.config import process_environment
 from kvservice.model.geometry import attention_geometry
 from kvservice.model.identity import Identity
 from kvservice.model.rope import rope_from_parameters
+from kvservice.wire.v1 import cache_pb2 as wire
 
 MIB = 1 << 20
 OUTPUT = Path("build/bench/transport.json")
 LAYERS, HEADS, HEAD_SIZE, BLOCK_SIZE = 32, 8, 128, 16
 TOKENS = 128  # 32 layers * 2 planes * 8 heads * 128 * 2 bytes = 128 KiB a token: 16 MiB
 LOOKUP_SEGMENTS = 64
+CALLS_IN_TURN = 50
 START_TIMEOUT_S = 60.0
 
 
@@ -230,9 +234,38 @@ def bench_calls(client: Client, calls: int) -> list[Latency]:
             plans = client.lookup([prompt])
             times.append(time.perf_counter() - begun_s)
             plans.close()
-        p50, p99 = np.percentile(times, [50, 99])
-        found.append(Latency(f"lookup of {name}", p50 * 1e3, p99 * 1e3, calls))
+        found.append(latency(f"lookup of {name}", times))
     return found
+
+
+def bench_ways(client: Client, address: str, calls: int) -> list[Latency]:
+    """The same call, a lookup of one segment that is not held, over the data socket and over gRPC, in turns."""
+    stream, transport = SessionStream(address), SharedMemoryTransport(address)
+    try:
+        hello = wire.Hello(identities=[client.session.identity.canonical_json()])
+        ways: Sequence[tuple[wire.Welcome, SharedMemoryTransport | SessionStream]] = (
+            (transport.open_session(hello), transport),
+            (stream.open(hello), stream),
+        )
+        times: tuple[list[float], list[float]] = ([], [])
+        segment = wire.SegmentQuery(segment=bytes(32), accepted_contexts=[bytes(32)], tokens=1)
+        prompt = wire.PromptQuery(namespace=client.namespace, segments=[segment])
+        for _ in range(calls // CALLS_IN_TURN):
+            for (welcome, way), taken in zip(ways, times, strict=True):
+                session = wire.SessionRef(session_id=welcome.session_id, boot_epoch=welcome.boot_epoch)
+                request = wire.LookupRequest(session=session, prompts=[prompt])
+                taken += [timed(partial(way.call, "Lookup", request)) for _ in range(CALLS_IN_TURN)]
+    finally:
+        transport.close()
+        stream.close()
+    names = ("one call over the data socket", "one call over gRPC")
+    return [latency(name, taken) for name, taken in zip(names, times, strict=True)]
+
+
+def latency(name: str, times: Sequence[float]) -> Latency:
+    """Median and worst of a hundred."""
+    p50, p99 = np.percentile(times, [50, 99])
+    return Latency(name, p50 * 1e3, p99 * 1e3, len(times))
 
 
 def print_table(figures: Sequence[Figure], latencies: Sequence[Latency]) -> None:
@@ -243,8 +276,8 @@ def print_table(figures: Sequence[Figure], latencies: Sequence[Latency]) -> None
         spread = f"{one.p10_ms:.2f}-{one.p90_ms:.2f}"
         ratios = (one.of_memcpy_16_mib, one.of_memcpy_64_mib, one.of_small_paged)
         print(f"{one.name:28}{one.p50_ms:8.2f}{spread:>15}{one.gb_s:7.2f}" + "".join(f"{r:11.2f}" for r in ratios))
-    for latency in latencies:
-        print(f"{latency.name:36} p50 {latency.p50_ms:.2f} ms, p99 {latency.p99_ms:.2f} ms ({latency.calls} calls)")
+    for call in latencies:
+        print(f"{call.name:36} p50 {call.p50_ms:.3f} ms, p99 {call.p99_ms:.3f} ms ({call.calls} calls)")
 
 
 def main() -> None:
@@ -258,6 +291,7 @@ def main() -> None:
     torch.set_num_threads(1)
     with running_node(256 * MIB) as address, Client.connect(address, make_identity(), client_name="bench") as client:
         figures, latencies = bench_records(client, rounds), bench_calls(client, calls)
+        latencies += bench_ways(client, address, calls)
     print_table(figures, latencies)
     parsed.output.parent.mkdir(parents=True, exist_ok=True)
     document = {

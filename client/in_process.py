@@ -28,6 +28,9 @@ class LocalNode(Protocol):
     def call(self, name: str, request: Message) -> Any:
         """One call of CacheService; raises KVServiceErrors as they are."""
 
+    def post(self, name: str, request: Message) -> None:
+        """The same, without waiting for what comes of it."""
+
 
 class InProcessTransport:
     """Calls a ``LocalNode``. A session that does not write gets a read-only view of the arena, as over a socket."""
@@ -56,6 +59,11 @@ class InProcessTransport:
         """The node's reply; calls in a process need no deadline."""
         self._open_id()
         return self._node.call(name, request)
+
+    def post(self, name: str, request: Message) -> None:
+        """Begin a call without waiting for it."""
+        self._open_id()
+        self._node.post(name, request)
 
     def arena(self) -> Arena:
         """The node's own arena."""

@@ -111,9 +111,9 @@ class Plans(Sequence[PromptPlan]):
             self._session.check_lease(self.lease)
 
     def close(self) -> None:
-        """Release the lease. A node that is gone holds none: that is no error. Safe to call twice."""
+        """Release the lease without waiting for the node; that it is gone is no error. Safe to call twice."""
         try:
-            self._session.release([self.lease.id])
+            self._session.let_go(self.lease.id)
         except KVServiceError:  # the node frees it with the session, or when it runs out
             return
 

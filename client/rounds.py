@@ -185,8 +185,7 @@ class RoundPrompt:
 
     def key(self, index: int, *, is_refreshed: bool = False) -> CacheKey:
         """The key of segment ``index``'s cache, when the prompt was computed in full or ``is_refreshed``."""
-        context = self.contexts(is_refreshed=is_refreshed)[index]
-        return context.cache_key(self.segments[index].id, self.provenance(index, is_refreshed=is_refreshed))
+        return (self._refreshed_keys if is_refreshed else self._exact_keys)[index]
 
     def query(self, index: int) -> SegmentQuery:
         """What to ask for segment ``index``: the exact key first, then the refreshed one if it differs."""
@@ -199,6 +198,20 @@ class RoundPrompt:
         return SegmentQuery(
             tuple(accepted), segment.position, len(segment.tokens), may_shift, affinity_min if may_shift else 0
         )
+
+    @cached_property
+    def _exact_keys(self) -> tuple[CacheKey, ...]:
+        return tuple(self._keys(is_refreshed=False))
+
+    @cached_property
+    def _refreshed_keys(self) -> tuple[CacheKey, ...]:
+        return tuple(self._keys(is_refreshed=True))
+
+    def _keys(self, *, is_refreshed: bool) -> Iterator[CacheKey]:
+        """Made once a prompt, a digest each: a lookup asks for them, and the store behind it again."""
+        together = zip(self.segments, self.contexts(is_refreshed=is_refreshed), strict=True)
+        for index, (segment, context) in enumerate(together):
+            yield context.cache_key(segment.id, self.provenance(index, is_refreshed=is_refreshed))
 
     @cached_property
     def _exact_contexts(self) -> tuple[Context, ...]:

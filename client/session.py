@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+import numpy as np
 from google.protobuf.message import Message
 
 from kvservice.client.leases import Clock, LeaseKeeper
@@ -28,6 +29,8 @@ from kvservice.wire.v1 import cache_pb2 as wire
 LEASE_TTL_S = 30.0
 NO_LEASE = LeaseId(0)
 """The lease id of a lookup that found nothing."""
+
+_NO_ARENA: Arena = np.empty(0, np.uint8)
 
 T = TypeVar("T")
 M = TypeVar("M", bound=Message)
@@ -71,13 +74,15 @@ class Session:
         self.close()
 
     def close(self) -> None:
-        """End the session. Safe to call twice."""
+        """End the session. Safe to call twice. The arena is unmapped when the last view of it is dropped."""
         self._leases.close()
+        self._arena = _NO_ARENA
         self._transport.close()
 
     def reconnect(self) -> None:
         """Open a new session in place of this one, lost or not. Every lease and plan of before is void."""
         self._leases.clear()
+        self._arena = _NO_ARENA
         self._open()
 
     @property
@@ -98,12 +103,12 @@ class Session:
     @property
     def session_id(self) -> SessionId:
         """The node's name for this session."""
-        return SessionId(self._welcome.session_id)
+        return self._session_id
 
     @property
     def boot_epoch(self) -> BootEpoch:
         """Which start of the node this session is with."""
-        return BootEpoch(self._welcome.boot_epoch)
+        return self._boot_epoch
 
     @property
     def limits(self) -> wire.Limits:
@@ -166,6 +171,14 @@ class Session:
             return 0
         request = wire.ReleaseRequest(session=self._reference(), lease_ids=ours)
         return self._call("Release", request, wire.ReleaseReply).released
+
+    def let_go(self, lease: LeaseId) -> None:
+        """Give a lease back without waiting for the node's answer. Doing it twice is no error.
+
+        Raises UnavailableError when the node cannot be told; it frees the lease when it runs out, or with the session.
+        """
+        if self._leases.drop(lease):
+            self._transport.post("Release", wire.ReleaseRequest(session=self._reference(), lease_ids=[lease]))
 
     def check_lease(self, lease: Lease) -> None:
         """Raise unless what ``lease`` covers is certain to be readable now.
@@ -265,6 +278,8 @@ class Session:
             identities=[one.canonical_json() for one in self._identities.values()],
         )
         self._welcome = self._transport.open_session(hello)
+        self._session_id = SessionId(self._welcome.session_id)  # asked for with every layer that is restored
+        self._boot_epoch = BootEpoch(self._welcome.boot_epoch)
         try:
             _check_namespaces(list(self._identities), self._welcome.namespaces)
             self._arena = self._transport.arena()
@@ -289,7 +304,7 @@ class Session:
         return (items[start : start + step] for start in range(0, len(items), step))
 
     def _reference(self) -> wire.SessionRef:
-        return wire.SessionRef(session_id=self._welcome.session_id, boot_epoch=self._welcome.boot_epoch)
+        return wire.SessionRef(session_id=self._session_id, boot_epoch=self._boot_epoch)
 
     def _call(self, name: str, request: Message, kind: type[M], timeout_s: float = CALL_TIMEOUT_S) -> M:
         reply: Any = self._transport.call(name, request, timeout_s)

@@ -41,6 +41,7 @@ class SessionStream:
         self._replies: queue.SimpleQueue[SessionReply | KVServiceError] = queue.SimpleQueue()
         self._lost: KVServiceError | None = None
         self._asking = threading.Lock()
+        self._posted: set[grpc.Future[Any]] = set()
         self._reader = threading.Thread(target=self._read, name="kvservice-session", daemon=True)
 
     def open(self, hello: Hello) -> Welcome:
@@ -60,9 +61,17 @@ class SessionStream:
         except grpc.RpcError as error:
             raise translate(error, self._address, name, timeout_s) from error
         except ValueError as error:  # grpc: another thread closed the channel after the check
-            raise UnavailableError(
-                f"the connection to {self._address} was closed before {name}: {error}; open a new session"
-            ) from error
+            raise self._closed_before(name, error) from error
+
+    def post(self, name: str, request: Message) -> None:
+        """Send a call whose answer nobody waits for."""
+        self.check_open()
+        try:
+            future = getattr(self._stub, name).future(request, timeout=CALL_TIMEOUT_S)
+        except ValueError as error:  # grpc: another thread closed the channel after the check
+            raise self._closed_before(name, error) from error
+        self._posted.add(future)  # gRPC cancels a call that nobody holds
+        future.add_done_callback(self._posted.discard)
 
     def close(self) -> None:
         """End the stream and the connection, and wait for the thread."""
@@ -71,6 +80,9 @@ class SessionStream:
         self._channel.close()
         if self._reader.is_alive() and self._reader is not threading.current_thread():
             self._reader.join(STOP_TIMEOUT_S)
+
+    def _closed_before(self, name: str, error: ValueError) -> UnavailableError:
+        return UnavailableError(f"the connection to {self._address} was closed before {name}: {error}; {_ADVICE}")
 
     def _ask(self, request: SessionRequest) -> SessionReply:
         with self._asking:  # replies carry no number: one question at a time

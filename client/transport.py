@@ -34,6 +34,13 @@ class Transport(Protocol):
     def call(self, name: str, request: Message, timeout_s: float = CALL_TIMEOUT_S) -> Any:
         """The reply message to call ``name`` of CacheService. Raises the error that the node named."""
 
+    def post(self, name: str, request: Message) -> None:
+        """Send a call that nobody waits for: neither its reply nor the node's error is told. For a release, say.
+
+        The node gets it before what this thread calls later, unless so many other calls are under way that it takes
+        another way. Raises UnavailableError when it cannot be sent.
+        """
+
     def arena(self) -> Arena:
         """The arena of the node that the session is open with; the same mapping until a new session is opened."""
 

@@ -1,6 +1,7 @@
 """The gRPC edge: a session for each stream, a status for each error. Decides nothing.
 
-The one broad ``except`` of the server is here: what nobody foresaw is logged with its traceback and answered INTERNAL.
+One of the server's two broad ``except`` is here (control_socket.py has the other): what nobody foresaw is logged with
+its traceback and answered INTERNAL.
 """
 
 import asyncio

@@ -184,10 +184,10 @@ def test_a_connection_closed_right_before_a_call_is_unavailable(
     with Client.connect(f"unix:{service.addresses.socket}", IDENTITY) as client:
         transport = client.session._transport
         assert isinstance(transport, SharedMemoryTransport)
-        stream = transport._open_stream()
+        stream = transport._open().stream
         monkeypatch.setattr(stream, "check_open", stream._channel.close)  # another thread's reconnect, after the check
         with pytest.raises(UnavailableError, match="open a new session"):
-            client.stats()
+            stream.call("Stats", wire.StatsRequest())
         client.reconnect()
         assert handles(client)["sessions"] >= 1
 
