@@ -1,20 +1,32 @@
-"""The library that engines use. Names that need torch are imported when first asked for: looking needs no engine."""
+"""The library that engines use. A name's module is imported when the name is first asked for.
+
+So ``import kvservice.client.<part>`` costs what the part costs: a tool that only looks needs no torch, and an engine
+that imports its connector loads neither numba nor kernels (vLLM's CPU worker dies if numba was there before it).
+"""
 
 from typing import TYPE_CHECKING, Any
 
-from kvservice.client.plans import Plans, PromptPlan, RestoredSpan
-from kvservice.client.rounds import PartKind, PromptSegment, ReusePolicy, RoundPrompt
-from kvservice.client.session import Session
-from kvservice.client.shared_memory import SharedMemoryTransport
-
 if TYPE_CHECKING:
     from kvservice.client.client import Client
+    from kvservice.client.plans import Plans, PromptPlan, RestoredSpan
     from kvservice.client.restore import Restore
+    from kvservice.client.rounds import PartKind, PromptSegment, ReusePolicy, RoundPrompt
+    from kvservice.client.session import Session
+    from kvservice.client.shared_memory import SharedMemoryTransport
     from kvservice.client.store import StoredSegment, StoreOutcome, StoreRequest, StoreResult
 
-_WITH_TORCH = {
+_MODULES = {
     "Client": "client",
+    "PartKind": "rounds",
+    "Plans": "plans",
+    "PromptPlan": "plans",
+    "PromptSegment": "rounds",
     "Restore": "restore",
+    "RestoredSpan": "plans",
+    "ReusePolicy": "rounds",
+    "RoundPrompt": "rounds",
+    "Session": "session",
+    "SharedMemoryTransport": "shared_memory",
     "StoreOutcome": "store",
     "StoreRequest": "store",
     "StoreResult": "store",
@@ -41,8 +53,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _WITH_TORCH:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(f"{__name__}.{_WITH_TORCH[name]}"), name)
+    found = globals()[name] = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -90,6 +90,14 @@ def test_engines_appear_only_under_connectors() -> None:
             assert not {"vllm", "lmcache"} & {name.split(".")[0] for name in imports(path)}, name_of(path)
 
 
+def test_a_connectors_edges_alone_are_light() -> None:
+    """Engines import connectors in every process, early: outside functions nothing there may load numba or kernels."""
+    for name in ("client/__init__.py", "client/connectors/__init__.py", "client/connectors/breaker.py"):
+        at_top = imports(ROOT / name, top_level_only=True)
+        heavy = [one for one in at_top if one.startswith(("numba", "torch", "kvservice.kernels", "kvservice.client"))]
+        assert not heavy, f"{name} imports {heavy}"
+
+
 def test_only_config_reads_the_environment() -> None:
     for path in all_files():
         if name_of(path) != READS_ENVIRONMENT:
@@ -107,6 +115,7 @@ def test_no_folder_is_imported_by_its_bare_name() -> None:
 
 def test_the_rules_can_fail(tmp_path: Path) -> None:
     planted = tmp_path / "planted.py"
-    planted.write_text("from kvservice.app import Service\nimport torch\n")
+    planted.write_text("from kvservice.app import Service\nimport torch\ndef f():\n    import vllm.config\n")
     assert parts_of_ours(imports(planted)) == {"app"}
-    assert "torch" in set(imports(planted))
+    assert {"torch", "vllm.config"} <= set(imports(planted))
+    assert "vllm.config" not in set(imports(planted, top_level_only=True))

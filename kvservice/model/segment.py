@@ -2,6 +2,7 @@
 
     segment id := BLAKE3(tag, namespace, token ids)          same content, same id, at any position
     chain      := BLAKE3(tag, chain before, segment id, tokens, provenance)
+               |  BLAKE3(tag, chain before, extra)       what is there besides tokens: adapter, salt, image
     context id := BLAKE3(tag, chain before, own provenance)  what a cache of the next segment has seen
 
 Every field is length-prefixed, so no two inputs share an encoding.
@@ -87,10 +88,19 @@ class Context:
         marks = (segment_mark(segment), *self.marks)[:PRECEDING_MAX]
         return Context(chain, self.position + tokens, marks)
 
+    def with_extra(self, extra: bytes) -> "Context":
+        """This context, with something mixed in that decides KV from here on and is no token (an image, say)."""
+        return Context(digest(b"kvservice extra\0", self.chain, extra), self.position, self.marks)
 
-def root_context(namespace: Namespace) -> Context:
-    """The context of a prompt's first segment: nothing before it, position 0."""
-    return Context(digest(b"kvservice root\0", namespace), 0)
+
+def root_context(namespace: Namespace, extra: bytes = b"") -> Context:
+    """The context of a prompt's first segment: nothing before it, position 0.
+
+    ``extra``: what decides the whole prompt's KV besides its tokens (adapter, caller's salt). Without it the context is
+    the one that prompts without such things have always had.
+    """
+    root = Context(digest(b"kvservice root\0", namespace), 0)
+    return root.with_extra(extra) if extra else root
 
 
 def affinity(preceding: Sequence[bytes], marks: Sequence[bytes]) -> int:

@@ -28,6 +28,31 @@ PINNED_SEGMENT = "fa1ca6228c18b42afdf580a9f8eb010508bd3f84fae3925ba14792df62c60c
 PINNED_CONTEXT = "5e106528b897302089c4f078df9cf56be1dbd7ec9d86079f6d45047570bb4b8e"
 
 
+@given(st.binary(max_size=8), st.binary(max_size=8), tokens)
+def test_extras_decide_every_key_behind_them(one: bytes, other: bytes, own: list[int]) -> None:
+    mine = segment_id(NAMESPACE, own)
+    first, second = root_context(NAMESPACE, one), root_context(NAMESPACE, other)
+    assert (first.cache_key(mine) == second.cache_key(mine)) == (one == other)
+    later = first.extend(mine, len(own)), second.extend(mine, len(own))
+    assert (later[0].cache_key(mine) == later[1].cache_key(mine)) == (one == other)
+
+
+def test_no_extra_leaves_the_ids_of_before() -> None:
+    assert root_context(NAMESPACE, b"") == root_context(NAMESPACE)
+    segment = segment_id(NAMESPACE, [1, 2, 3])
+    key = root_context(NAMESPACE, b"").extend(segment_id(NAMESPACE, [9]), 1).cache_key(segment)
+    assert key.context.hex() == PINNED_CONTEXT
+
+
+def test_an_extra_is_pinned_for_ever_and_moves_no_position() -> None:
+    context = root_context(NAMESPACE, b"adapter")
+    assert context.cache_key(segment_id(NAMESPACE, [1, 2, 3])).context.hex() == PINNED_EXTRA_CONTEXT
+    assert (context.position, context.marks) == (0, ())
+
+
+PINNED_EXTRA_CONTEXT = "988dd2422793c5f35c5758b60abcc620c6b82d90d69ae96ce729cc29b3e8d9cd"
+
+
 def test_namespaces_do_not_share_segments() -> None:
     assert segment_id(NAMESPACE, [1]) != segment_id(Namespace(b"m" * 32), [1])
 
