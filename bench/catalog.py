@@ -20,8 +20,8 @@ from typing import Any
 
 import grpc.aio
 
-from kvservice.calls import CacheCalls
 from kvservice.caches import Space, VerifiedRecord
+from kvservice.calls import CacheCalls
 from kvservice.limits import NodeLimits
 from kvservice.model.cache import CacheMeta, Extent
 from kvservice.model.geometry import attention_geometry

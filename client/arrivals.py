@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Protocol
 
 from kvservice.model.cache import Tier
@@ -18,8 +18,10 @@ ARRIVE_TIMEOUT_S = 60.0
 class AwaitsArrivals(Protocol):
     """A session, as far as this needs one."""
 
-    def await_arrivals(self, lease: Lease, known: Mapping[int, int]) -> Sequence[wire.Arrival]:
-        """Every load of the lease, once there is more than ``known`` (layers by offset)."""
+    def await_arrivals(
+        self, lease: Lease, known: Mapping[int, int], failed: Container[int] = ()
+    ) -> Sequence[wire.Arrival]:
+        """Every load of the lease, once there is more than ``known`` (layers by offset) and ``failed``."""
 
 
 class Arrivals:
@@ -57,7 +59,7 @@ class Arrivals:
             return self._layers[offset]
 
     def _ask(self) -> None:
-        for arrival in self._session.await_arrivals(self._lease, self._layers):
+        for arrival in self._session.await_arrivals(self._lease, self._layers, self._errors):
             self._layers[arrival.offset] = arrival.layers
             if arrival.HasField("error"):
                 self._errors[arrival.offset] = error_from_code(arrival.error.code, arrival.error.message)

@@ -4,7 +4,7 @@ Importable without torch: tools that only look need no engine.
 """
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -234,14 +234,19 @@ class Session:
         request.session.CopyFrom(self._reference())
         return self._call("Delete", request, wire.DeleteReply).deleted
 
-    def await_arrivals(self, lease: Lease, known: Mapping[int, int]) -> Sequence[wire.Arrival]:
+    def await_arrivals(
+        self, lease: Lease, known: Mapping[int, int], failed: Container[int] = ()
+    ) -> Sequence[wire.Arrival]:
         """How much of the lease's records that were on SSD is in the arena, once it is more than ``known``.
 
-        ``known``: layers by the offset of a record's extent. Returns without news after some seconds. Raises
-        LeaseExpiredError when the lease is over.
+        ``known``: layers by the offset of a record's extent; ``failed``: offsets of those whose error is known.
+        Returns without news after some seconds. Raises LeaseExpiredError when the lease is over.
         """
         request = wire.AwaitRequest(session=self._reference(), lease_id=lease.id)
-        request.known.extend(wire.Arrival(offset=offset, layers=layers) for offset, layers in known.items())
+        for offset, layers in known.items():
+            arrival = request.known.add(offset=offset, layers=layers)
+            if offset in failed:
+                arrival.error.SetInParent()
         return self._call("Await", request, wire.AwaitReply).arrivals
 
     def verify(self, namespace: Namespace, keys: Sequence[CacheKey]) -> list[Outcome]:

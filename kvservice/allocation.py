@@ -52,25 +52,38 @@ class Allocation:
         Where the tier is full, only groups worth less make room for it; otherwise it goes through the staging area,
         and, if that is full too, groups worth more do: a find is kept, but it must not wash out what is worth more.
         """
-        length, orders = cache.record_bytes, self._catalog.orders
-        extent = self.tier.reserve(length)
-        while extent is None and orders.host_yields_to(cache) and self._evict_one():
-            extent = self.tier.reserve(length)
+        length = cache.record_bytes
+        extent, has_gap = self.tier.reserve(length), True
+        if extent is None:
+            has_gap = self._has_gap(length)
+            extent = self._evict_lesser(cache) if has_gap else None
         extent = extent or self.tier.reserve_staging(length)
-        if extent is not None:
+        if extent is not None or not has_gap:
             return extent
         try:
-            self._require_gap(length)
             return self._evict_until_it_fits(length)
         except CapacityError:
             return None
 
-    def _require_gap(self, length: int) -> None:
+    def _evict_lesser(self, cache: Cache) -> Extent | None:
+        for _ in range(self._limits.evictions_per_reserve_max):
+            if not (self._catalog.orders.host_yields_to(cache) and self._evict_one()):
+                return None
+            extent = self.tier.reserve(cache.record_bytes)
+            if extent is not None:
+                return extent
+        return None
+
+    def _has_gap(self, length: int) -> bool:
+        """Would the record fit if all went that may go?"""
         oldest = self._catalog.orders.host.first(GAPS_GUESSED_MAX)
-        if any(self._taken(head.record_bytes) >= self._taken(length) for head in oldest):
-            return  # the usual case, records of about one size: that record's own place will do
-        longest = self.longest_stretch()
-        if longest < self._taken(length):
+        if any(head.is_on_host and self._taken(head.record_bytes) >= self._taken(length) for head in oldest):
+            return True  # the usual case, records of about one size: that record's own place will do
+        return self.longest_stretch() >= self._taken(length)
+
+    def _require_gap(self, length: int) -> None:
+        if not self._has_gap(length):
+            longest = self.longest_stretch()
             raise CapacityError(
                 f"no room for {length} bytes in one piece: what is leased or being written leaves {longest} of "
                 f"{self.tier.capacity_bytes} at most; nothing was evicted. Retry when leases are released, or give the "
@@ -81,6 +94,8 @@ class Allocation:
         """Bytes in one piece that evictions can free, or that are. O(n log n) in what is held and unpublished."""
         longest = end = 0
         for extent in sorted([*self._catalog.unevictable(), *self.unpublished.values()], key=_offset):
+            if extent.offset >= self.tier.staging_offset:
+                break
             longest = max(longest, extent.offset - end)
             end = extent.offset + self._taken(extent.length)
         return max(longest, self.tier.capacity_bytes - end)

@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -91,8 +91,10 @@ class NodeServers:
         if self._http is not None:
             await self._http.cleanup()
         await self._data.stop()
-        await self._node.stop()
-        self._built.close()
+        try:
+            await self._node.stop()
+        finally:
+            self._built.close()
 
     async def _start_grpc(self) -> int:
         add_to_server(self._calls, self._grpc)
@@ -154,6 +156,11 @@ class LoopThread:
         future: Future[T] = asyncio.run_coroutine_threadsafe(_as_coroutine(work), self.loop)
         return future.result(timeout_s)
 
+    @property
+    def is_closed(self) -> bool:
+        """Is nothing run any more?"""
+        return self.loop.is_closed()
+
     def post(self, work: Callable[[], Coroutine[None, None, None]]) -> None:
         """Have the loop begin ``work``, before anything that this thread asks for later, and return at once."""
         self.loop.call_soon_threadsafe(self._begin, work)
@@ -164,10 +171,18 @@ class LoopThread:
         task.add_done_callback(self._posted.discard)
 
     def close(self) -> None:
-        """Stop the loop and wait for its thread."""
+        """End what still runs on the loop, whose callers get CancelledError; stop it and wait for its thread."""
+        self.run(_cancel_others())
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
         self.loop.close()
+
+
+async def _cancel_others() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
 
 
 async def _as_coroutine(work: Awaitable[T]) -> T:
@@ -198,8 +213,10 @@ class Service:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._thread.run(self._servers.stop())
-        self._thread.close()
+        try:
+            self._thread.run(self._servers.stop())
+        finally:
+            self._thread.close()
 
 
 async def _build_servers(settings: Settings) -> NodeServers:
@@ -223,9 +240,11 @@ class LocalNode:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._thread.run(self._node.stop())
-        self._thread.close()
-        self._built.close()
+        try:
+            self._thread.run(self._node.stop())
+        finally:
+            self._thread.close()
+            self._built.close()
 
     @property
     def arena(self) -> np.ndarray:
@@ -254,7 +273,12 @@ class LocalNode:
 
     def call(self, name: str, request: Message) -> Message:
         """One call of the cache service by its name, such as ``"Lookup"``. Raises KVServiceError."""
-        reply: Message = self._thread.run(self._calls.call(name, request))
+        if self._thread.is_closed:
+            raise UnavailableError("the node in this process has ended; start another")
+        try:
+            reply: Message = self._thread.run(self._calls.call(name, request))
+        except CancelledError as error:
+            raise UnavailableError("the node in this process ended during the call; start another") from error
         return reply
 
     def post(self, name: str, request: Message) -> None:

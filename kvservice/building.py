@@ -1,6 +1,7 @@
 """Builds a node from settings: the arena, what was recovered from the SSD folder, and the node that stands on both."""
 
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from kvservice.orders import LOAD_RATES, Orders
 from kvservice.ssd import SsdPolicy
 from kvservice.storage.arena import Arena
 from kvservice.storage.disk import Disk, RealDisk
-from kvservice.storage.eviction import EvictionOrder, LruOrder, ValueOrder
+from kvservice.storage.eviction import AgeOrder, EvictionOrder, ValueOrder
 from kvservice.storage.host_tier import HostTier
 from kvservice.storage.recovery import INDEX_NAME, Opened, recover
 from kvservice.storage.rocks_index import RocksPlace
@@ -39,28 +40,30 @@ def build_node(settings: Settings, data_socket: str, *, owns_process: bool = Fal
     The boot epoch rises with every start: it is the start time, or with an SSD tier never below the last one.
     ``owns_process``: the node may tune the process's garbage collector.
     """
-    killer = Killer(settings.kill_point)
-    disk = RealDisk(Path(settings.ssd_folder)) if settings.ssd_folder else None
-    try:
-        opened = None if disk is None else _recover(disk, settings, killer)
+    killer, disk, opened = Killer(settings.kill_point), None, None
+    with ExitStack() as on_error:
+        if settings.ssd_folder:
+            disk = RealDisk(Path(settings.ssd_folder))
+            on_error.callback(disk.close)
+            opened = _recover(disk, settings, killer)
+            on_error.callback(opened.slab.close)
+            on_error.callback(opened.index.close)
         arena = Arena(settings.host_bytes, is_prefaulted=settings.is_prefaulted)
-    except BaseException:
-        if disk is not None:
-            disk.close()
-        raise
-    node = Node(
-        NodeLimits(sessions_max=settings.sessions_max, lease_ttl_s=settings.lease_ttl_s),
-        HostTier(arena, settings.staged_bytes),
-        clock=time.monotonic,
-        boot_epoch=time.time_ns() if opened is None else opened.boot_epoch,
-        data_socket=data_socket,
-        worker_threads=settings.worker_threads,
-        owns_process=owns_process,
-        orders=Orders(_order(settings), _order(settings), LOAD_RATES),
-        killer=killer,
-    )
-    if disk is not None and opened is not None:
-        node.attach_ssd(disk, opened, _policy(settings))
+        on_error.callback(arena.close)
+        node = Node(
+            NodeLimits(sessions_max=settings.sessions_max, lease_ttl_s=settings.lease_ttl_s),
+            HostTier(arena, settings.staged_bytes),
+            clock=time.monotonic,
+            boot_epoch=time.time_ns() if opened is None else opened.boot_epoch,
+            data_socket=data_socket,
+            worker_threads=settings.worker_threads,
+            owns_process=owns_process,
+            orders=Orders(_order(settings), _order(settings), LOAD_RATES),
+            killer=killer,
+        )
+        if disk is not None and opened is not None:
+            node.attach_ssd(disk, opened, _policy(settings))
+        on_error.pop_all()
     return BuiltNode(node, arena, disk)
 
 
@@ -76,7 +79,7 @@ def _recover(disk: Disk, settings: Settings, killer: Killer) -> Opened:
 
 
 def _order(settings: Settings) -> EvictionOrder[Cache]:
-    return ValueOrder() if settings.eviction == "value" else LruOrder()
+    return ValueOrder() if settings.eviction == "value" else AgeOrder()
 
 
 def _policy(settings: Settings) -> SsdPolicy:

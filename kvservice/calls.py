@@ -140,8 +140,10 @@ class CacheCalls:
     async def await_loads(self, request: wire.AwaitRequest) -> wire.AwaitReply:
         """How much of a lease's records has arrived, once it is more than the caller knows or some seconds went by."""
         session = self._session(request.session)
-        self._check_items("an await", len(request.known))
-        known = {one.offset: one.layers for one in request.known}
+        limit = 2 * self.node.limits.lookup_segments_max  # a mirror and its master
+        if len(request.known) > limit:
+            raise LimitError(f"an await of {len(request.known)} records, the limit is {limit}; a lease has no more")
+        known = {one.offset: one.layers + one.HasField("error") for one in request.known}
         loads = await self.node.wait_for_loads(session, request.lease_id, known)
         return wire.AwaitReply(arrivals=[_encode_arrival(load) for load in loads])
 

@@ -52,12 +52,13 @@ class Catalog:
 
     ``orders`` holds the groups that nobody holds, by tier; only they are evicted. ``held``: all other groups.
     ``arriving``: caches whose host copy is not whole yet. ``condemned``: held caches whose host copy is wrong.
-    ``superseded``: what lies on the slab for a cache until its newer form does.
+    ``superseded``: what lies on the slab for a cache until its newer form does. ``hidden``: each with the sequence
+    number of the tombstone that a record of it on the slab must have; 0: it was not deleted, but replaced or lost.
     """
 
     def __init__(self, freed: Freed, orders: Orders) -> None:
         self.spaces: dict[Namespace, Space] = {}
-        self.hidden: dict[Cache, None] = {}
+        self.hidden: dict[Cache, int] = {}
         self.held: dict[Cache, Hold] = {}
         self.superseded = Superseded()
         self.condemned: set[Cache] = set()
@@ -164,7 +165,7 @@ class Catalog:
 
     def _note_hidden(self, cache: Cache) -> None:
         cache.is_hidden = True
-        self.hidden[cache] = None
+        self.hidden[cache] = 0
         self.totals.count(cache, -1)
         self.totals.count_hidden(cache, 1)
 
@@ -293,7 +294,8 @@ class Catalog:
             return
         self.totals.held_bytes -= cache.record_bytes
         is_condemned = bool(self.condemned) and cache in self.condemned
-        if (is_condemned or cache.offset >= self._freed.staging_offset) and not cache.is_hidden:
+        is_wanted = not cache.is_hidden or (bool(cache.mirrors) and cache.is_on_ssd)
+        if is_wanted and (is_condemned or cache.offset >= self._freed.staging_offset):
             self.condemned.discard(cache)
             self._drop_unheld(cache)
 
@@ -352,9 +354,11 @@ class Catalog:
 
     def is_readable(self, cache: Cache) -> bool:
         """Are its record and its master's whole in the host arena?"""
-        return all(
-            one.is_on_host and one not in self.arriving and one not in self.condemned for one in (cache, cache.head)
-        )
+        return self.is_whole(cache) and (cache.master is None or self.is_whole(cache.master))
+
+    def is_whole(self, cache: Cache) -> bool:
+        """Is its own record whole in the host arena?"""
+        return cache.is_on_host and cache not in self.arriving and cache not in self.condemned
 
     def hide_with_mirrors(self, cache: Cache) -> None:
         """Hide a cache that cannot be restored any more, and all that stand on it."""

@@ -106,10 +106,9 @@ class Settings:
         _check(self.eviction in ("value", "lru"), "eviction", self.eviction, "value or lru")
         _check(self.ssd_write in ("through", "back"), "ssd_write", self.ssd_write, "through or back")
         _check(self.ssd_bytes >= MIB, "ssd_bytes", self.ssd_bytes, "at least 1MiB")
-        limit = self.host_bytes // 2
-        _check(
-            0 <= self.staging_bytes <= limit, "staging_bytes", self.staging_bytes, f"0 to {limit}, half of host_bytes"
-        )
+        half = self.host_bytes // 2
+        is_right = self.staging_bytes == 0 or PAGE_BYTES <= self.staging_bytes <= half
+        _check(is_right, "staging_bytes", self.staging_bytes, f"0, or {PAGE_BYTES} to {half}, half of host_bytes")
         for name in ("ssd_free_floor_bytes", "ssd_write_budget_bytes", "scrub_bytes_per_s"):
             _check(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
         _check(1 <= self.ssd_threads <= 64, "ssd_threads", self.ssd_threads, "1 to 64")

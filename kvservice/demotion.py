@@ -6,9 +6,11 @@ reads it. Nothing here may fail a client: what cannot be written stays where it 
 
 import asyncio
 import logging
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from kvservice.caches import Cache, Space, group_of
 from kvservice.catalog import Catalog, Removal
@@ -34,11 +36,24 @@ REMOVALS_MAX = 64
 """Records that are erased before their index entries go in one batch."""
 
 
+@dataclass(frozen=True, slots=True)
+class Burial:
+    """A deleted key, by its ``name``, and the caches whose records may be on the slab, or may get there.
+
+    ``tombstone``: the sequence number of its tombstone, should it need one.
+    """
+
+    name: bytes
+    tombstone: int
+    caches: tuple[Cache, ...]
+
+
 class Demotion:
     """Writes caches to the slab, one group member after the other, and erases. Owned by the loop.
 
-    ``writing``: caches that are being written, each with the future of its end. ``is_index_true``: no removal failed
-    half way, so the index names nothing that is not there.
+    ``writing``: caches that are being written, each by a task that goes on to its end whoever waits for it.
+    ``is_index_true``: no removal failed half way, so the index names nothing that is not there. ``tombstones``: of
+    records on the slab that nobody may find; those of one key may share one.
     """
 
     def __init__(
@@ -54,7 +69,7 @@ class Demotion:
         killer: Killer,
         clock: Callable[[], float],
     ) -> None:
-        self.writing: dict[Cache, asyncio.Future[bool]] = {}
+        self.writing: dict[Cache, asyncio.Task[bool]] = {}
         self.identities: set[Namespace] = set()
         self.is_index_true = True
         self.tombstones: dict[Cache, Note] = {}
@@ -68,7 +83,9 @@ class Demotion:
         self._counters = counters
         self._killer = killer
         self._clock = clock
-        self._removals: deque[Removal] = deque()
+        self._removals: deque[_Departure] = deque()
+        self._unerased: set[bytes] = set()
+        self._marked = Counter[int]()
         self._removing: asyncio.Task[None] | None = None
         self._identity_turn = asyncio.Lock()
 
@@ -81,22 +98,25 @@ class Demotion:
         """
         if cache.is_on_ssd:
             return True
-        if cache in self.writing:
-            return await asyncio.shield(self.writing[cache])
-        if cache.is_hidden or not self._catalog.is_readable(cache):
-            return False
-        done = self.writing[cache] = asyncio.get_running_loop().create_future()
-        self._catalog.hold(cache)
-        is_there = False
+        if cache not in self.writing:
+            tombstone = self._catalog.hidden.get(cache, 0)
+            if (cache.is_hidden and not (tombstone and cache.mirrors)) or not self._catalog.is_whole(cache):
+                return False
+            # The order of numbers is that of decisions: a tombstone buries what began to be written before.
+            numbers = _Numbers(tombstone - 1 if tombstone else self._slab.next_sequence(), tombstone)
+            self._catalog.hold(cache)
+            work = self._write_held(cache, numbers, is_required=is_required)
+            self.writing[cache] = asyncio.get_running_loop().create_task(work)
+        return await asyncio.shield(self.writing[cache])
+
+    async def _write_held(self, cache: Cache, numbers: "_Numbers", *, is_required: bool) -> bool:
         try:
-            is_there = await self._write_held(cache, is_required=is_required)
+            return await self._write_in_order(cache, numbers, is_required=is_required)
         finally:
             del self.writing[cache]
-            done.set_result(is_there)
             self._catalog.unhold(cache)
-        return is_there
 
-    async def _write_held(self, cache: Cache, *, is_required: bool) -> bool:
+    async def _write_in_order(self, cache: Cache, numbers: "_Numbers", *, is_required: bool) -> bool:
         is_required = is_required or cache in self._catalog.superseded
         if cache.master is not None:
             if not await self.write(cache.master, is_required=is_required):
@@ -106,7 +126,7 @@ class Demotion:
         if not self._is_admitted(cache, is_required=is_required):
             return False
         try:
-            return await self._write_admitted(cache)
+            return await self._write_admitted(cache, numbers)
         except CorruptError:
             self._counters.corrupt["host"] += 1
             self._counters.demotions.dropped += 1
@@ -120,20 +140,29 @@ class Demotion:
         return False
 
     def _is_admitted(self, cache: Cache, *, is_required: bool) -> bool:
-        if cache.record_bytes > self._slab.capacity_bytes:
+        if cache.record_bytes > self._slab.record_bytes_max:
             self.admission.refuse(NotAdmitted.TOO_LARGE)
             return False
         return self.admission.decide(cache.record_bytes, group_of(cache).uses, is_required=is_required) is None
 
-    async def _write_admitted(self, cache: Cache) -> bool:
+    async def _write_admitted(self, cache: Cache, numbers: "_Numbers") -> bool:
         await self._ensure_identity(cache.family.space)
+        if not numbers.tombstone:
+            return await self._write_record(cache, numbers.record)
+        await self._put_tombstone([cache], numbers.tombstone)
+        try:
+            return await self._write_record(cache, numbers.record)
+        finally:
+            await self._drop_idle_tombstone(cache)
+
+    async def _write_record(self, cache: Cache, sequence: int) -> bool:
         extent = await self._reserve(cache.record_bytes)
         if extent is None:
             self.admission.refuse(NotAdmitted.NO_ROOM)
             return False
         started_s, view = self._clock(), self._tier.view(cache.extent)
         try:
-            job = partial(_write, self._slab, extent, view, self._slab.next_sequence(), cache.generation)
+            job = partial(_write, self._slab, extent, view, sequence, cache.generation)
             entry = await self._worker.run(partial(job, cache.prefill_s))
             self._killer.reach(KillPoint.AFTER_DATA)
             await self._index.apply(PutRecord(entry))
@@ -187,15 +216,17 @@ class Demotion:
                 await self._write_note(NoteKind.IDENTITY, payload)
                 self.identities.add(space.namespace)
 
-    async def _write_note(self, kind: NoteKind, payload: bytes) -> Note:
-        note = self._slab.reserve_note(kind, payload)
+    async def _write_note(self, kind: NoteKind, payload: bytes, sequence: int | None = None) -> Note:
+        note = self._slab.reserve_note(kind, payload, sequence)
         for _ in range(self._limits.evictions_per_reserve_max):
             if note is not None:
                 break
-            if self._catalog.evict_ssd() is None:
+            evicted = self._catalog.evict_ssd()
+            if evicted is None:
                 raise DiskFullError(f"no room on the slab for a note of {len(payload)} bytes: all of it is held")
+            self._counters.ssd_evictions.count(evicted.caches, evicted.record_bytes, evicted.lost)
             await self.settle()
-            note = self._slab.reserve_note(kind, payload)
+            note = self._slab.reserve_note(kind, payload, sequence)
         assert note is not None
         try:
             await self._worker.run(partial(self._slab.put_note, note))
@@ -207,9 +238,9 @@ class Demotion:
 
     # Removing
 
-    def remove(self, removal: Removal) -> None:
-        """Erase a record from the slab and the index, soon; its place is free after that."""
-        self._removals.append(removal)
+    def remove(self, removal: Removal, *, is_kept_out: bool = False) -> None:
+        """Erase a record from the slab and the index, soon, and then its tombstone; its place is free after that."""
+        self._removals.append(_Departure(removal, self._unmark(removal.cache), is_kept_out))
         if self._removing is None or self._removing.done():
             self._removing = asyncio.get_running_loop().create_task(self._drain_removals())
 
@@ -227,16 +258,21 @@ class Demotion:
                 self.is_index_true = False
                 _LOG.exception("removing records from SSD failed; their room is lost until the next start")
 
-    async def _remove_batch(self, batch: Sequence[Removal]) -> None:
-        notes = {one.cache: self.tombstones.pop(one.cache) for one in batch if one.cache in self.tombstones}
-        extents = [*(one.extent for one in batch), *(note.extent for note in notes.values())]
-        failures = await self._worker.run(partial(_erase_all, self._slab, extents))
+    async def _remove_batch(self, batch: Sequence["_Departure"]) -> None:
+        """Tombstones go after all records; where one cannot be erased, its key's tombstone stays."""
+        records = [one.removal.extent for one in batch]
+        failures = await self._worker.run(partial(_erase_all, self._slab, records))
         self._killer.reach(KillPoint.AFTER_ERASE)
-        changes: list[Change] = [
-            RemoveRecord(one.cache.family.space.namespace, one.cache.key, one.extent.offset) for one in batch
-        ]
-        await self._index.apply(*changes, *(RemoveNote(note.extent.offset) for note in notes.values()))
-        for extent in extents:
+        left = {_name(one.removal.cache) for one in batch if one.removal.extent in failures}
+        self._unerased |= left
+        notes = [one.note.extent for one in batch if one.note is not None and one.note.payload not in left]
+        failures |= await self._worker.run(partial(_erase_all, self._slab, notes)) if notes else {}
+        changes: list[Change] = [_without(one.removal) for one in batch]
+        await self._index.apply(*changes, *(RemoveNote(extent.offset) for extent in notes))
+        kept_out = {one.removal.extent for one in batch if one.is_kept_out}
+        for extent in (*records, *notes):
+            if extent in kept_out:
+                continue
             if extent in failures:
                 self._keep_out(extent, failures[extent])
             else:
@@ -244,35 +280,115 @@ class Demotion:
                 self._counters.demotions.erased += 1
 
     def _keep_out(self, extent: Extent, error: DiskError) -> None:
+        self.is_index_true = False  # it may hold a whole record that the index does not name: the next start must look
         self._counters.quarantined_bytes += extent.length
         _LOG.warning("%s of the slab could not be erased, it stays out of use until the next start: %s", extent, error)
 
     async def quarantine(self, cache: Cache, extent: Extent) -> None:
         """Never read this place again in this boot: erased and out of the index, but its room is not given away."""
         self._counters.quarantined_bytes += extent.length
-        await self._worker.run(partial(_erase_all, self._slab, [extent]))
-        await self._index.apply(RemoveRecord(cache.family.space.namespace, cache.key, extent.offset))
+        self.remove(Removal(cache, extent), is_kept_out=True)
+        await self.settle()
 
-    async def bury(self, cache: Cache) -> None:
-        """A cache was deleted. Return when no restart brings it back.
+    # Deleting
 
-        A master that mirrors stand on stays, marked by a tombstone; what is being read or written goes when that ends.
+    def burials(self, caches: Iterable[Cache], is_meant: Callable[[Cache], bool]) -> list[Burial]:
+        """What is to be done for caches that were just hidden for good, and for all that is out of sight and meant.
+
+        Call it before anything else happens: what is stored anew from now on must not be buried.
         """
-        if cache in self.writing:
-            await asyncio.shield(self.writing[cache])
-        self._catalog.drop_superseded(cache)
-        if not cache.is_on_ssd or cache in self._catalog.arriving:
-            return
-        if not cache.mirrors:
-            self._catalog.drop_ssd(cache)
-        elif cache not in self.tombstones:
-            payload = tombstone_payload(cache.family.space.namespace, cache.key)
-            note = await self._write_note(NoteKind.TOMBSTONE, payload)
-            if cache.is_on_ssd:
-                self.tombstones[cache] = note
-            else:  # the last mirror went meanwhile
-                await self._give_back(note.extent)
-                await self._index.apply(RemoveNote(note.extent.offset))
+        named = defaultdict[bytes, dict[Cache, None]](dict)
+        out_of_sight = (*self._catalog.hidden, *self._catalog.superseded.old, *self.writing)
+        for one in (*caches, *(one for one in out_of_sight if one.is_hidden and is_meant(one))):
+            named[_name(one)][one] = None
+        found = []
+        for name, ones in named.items():
+            self._slab.next_sequence()  # of a record that is written later: see write
+            tombstone = self._slab.next_sequence()
+            self._catalog.hidden.update((one, tombstone) for one in ones if one in self._catalog.hidden)
+            found.append(Burial(name, tombstone, tuple(ones)))
+        return found
+
+    async def unearth(self, burial: Burial) -> None:
+        """Have erased, soon, what nothing stands on; what is being written goes when that ends."""
+        for cache in burial.caches:
+            if cache in self.writing:
+                await asyncio.wait([self.writing[cache]])
+            self._catalog.drop_superseded(cache)
+            if cache.is_on_ssd and not cache.mirrors and cache not in self._catalog.arriving:
+                self._catalog.drop_ssd(cache)
+
+    async def bury(self, burial: Burial) -> None:
+        """Mark by a tombstone what stays: others stand on it, or it cannot be erased. Raises DiskError.
+
+        When all removals have settled and this returns, no restart brings the key back.
+        """
+        staying = [one for one in burial.caches if self._is_on_slab(one) and one not in self.tombstones]
+        if staying:
+            await self._put_tombstone(staying, burial.tombstone)
+            for one in staying:
+                await self._drop_idle_tombstone(one)
+        if burial.name in self._unerased:
+            await self._write_note(NoteKind.TOMBSTONE, burial.name, burial.tombstone)
+            self._unerased.discard(burial.name)
+
+    def _is_on_slab(self, cache: Cache) -> bool:
+        return cache.is_on_ssd or cache in self._catalog.superseded.old
+
+    async def _put_tombstone(self, caches: Sequence[Cache], sequence: int) -> None:
+        """One for all that is on the slab of one key, or is about to be."""
+        note = await self._write_note(NoteKind.TOMBSTONE, _name(caches[0]), sequence)
+        for cache in caches:
+            self.mark(cache, note)
+
+    def mark(self, cache: Cache, note: Note) -> None:
+        """A note on the slab is the tombstone of the cache's record there."""
+        self.tombstones[cache] = note
+        self._marked[note.extent.offset] += 1
+
+    def _unmark(self, cache: Cache) -> Note | None:
+        """The cache's record goes: its tombstone, if it has one that no other record needs."""
+        note = self.tombstones.pop(cache, None)
+        if note is None:
+            return None
+        self._marked[note.extent.offset] -= 1
+        if self._marked[note.extent.offset]:
+            return None
+        del self._marked[note.extent.offset]
+        return note
+
+    async def _drop_idle_tombstone(self, cache: Cache) -> None:
+        """Its record is not on the slab, or went while the tombstone was written."""
+        note = None if self._is_on_slab(cache) else self._unmark(cache)
+        if note is not None:
+            await self.settle()  # the record goes first
+            await self._give_back(note.extent)
+            await self._index.apply(RemoveNote(note.extent.offset))
+
+
+class _Numbers(NamedTuple):
+    """Sequence numbers of a record and of the tombstone that it needs; 0: none."""
+
+    record: int
+    tombstone: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Departure:
+    """A record that goes, and the tombstone that goes after it. ``is_kept_out``: its place is not used again."""
+
+    removal: Removal
+    note: Note | None
+    is_kept_out: bool
+
+
+def _name(cache: Cache) -> bytes:
+    """Namespace and key, as a tombstone says them."""
+    return tombstone_payload(cache.family.space.namespace, cache.key)
+
+
+def _without(removal: Removal) -> RemoveRecord:
+    return RemoveRecord(removal.cache.family.space.namespace, removal.cache.key, removal.extent.offset)
 
 
 def _write(slab: Slab, extent: Extent, view: Bytes, sequence: int, generation: int, prefill_s: float) -> SsdEntry:

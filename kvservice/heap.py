@@ -16,7 +16,12 @@ class Heap:
 
     def __init__(self) -> None:
         self._new_caches = 0
-        _freeze_survivors()  # all that the start made, 20 ms of it, before anybody waits
+        self.freeze()  # all that the start made, 20 ms of it, before anybody waits
+
+    def freeze(self) -> None:
+        """Take all that lives now out of later collections; after a start that recovered caches, too."""
+        gc.collect()  # real garbage must not be frozen; walks only what is not frozen yet
+        gc.freeze()
 
     def note_growth(self) -> bool:
         """One more cache was published; were survivors frozen?"""
@@ -24,10 +29,5 @@ class Heap:
         if self._new_caches < CACHES_BETWEEN_FREEZES:
             return False
         self._new_caches = 0
-        _freeze_survivors()
+        self.freeze()
         return True
-
-
-def _freeze_survivors() -> None:
-    gc.collect()  # real garbage must not be frozen; walks only what is not frozen yet
-    gc.freeze()

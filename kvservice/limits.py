@@ -34,6 +34,7 @@ class NodeLimits:
     candidates_max: int = 64
     evictions_per_reserve_max: int = 65536
     fold_queue_max: int = 65536
+    ssd_queue_max: int = 65536
     masters_tried_max: int = 8
     round_members_max: int = 4096
     election_candidates_max: int = 128

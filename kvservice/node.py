@@ -21,6 +21,7 @@ from kvservice.leases import Grant, Leases
 from kvservice.limits import NodeLimits
 from kvservice.lookup import CORRUPT, NO_ROOM, UNKNOWN_NAMESPACE, Asked, Finding, find
 from kvservice.model.errors import InvalidInputError, KVServiceError, LeaseExpiredError
+from kvservice.model.identity import Namespace
 from kvservice.model.lease import BootEpoch, SessionId
 from kvservice.model.plan import Outcome
 from kvservice.model.segment import CacheKey, SegmentId
@@ -119,6 +120,8 @@ class Node:
         if self.ssd is not None:
             self.ssd.restore()
             self.ssd.start()
+            if self.heap is not None:
+                self.heap.freeze()
         self._tasks = [asyncio.create_task(self._keep_up()), asyncio.create_task(self._fold_forever())]
 
     async def stop(self) -> None:
@@ -346,7 +349,7 @@ class Node:
                 self.catalog.hide(cache)
         self.counters.deleted += len(found)
         if self.ssd is not None:
-            await self.ssd.bury(found)
+            await self.ssd.bury(found, partial(_is_meant, set(session.spaces), set(keys), namespace))
         return len(found)
 
     async def verify(self, session: Session, namespace: bytes, keys: Sequence[CacheKey]) -> list[Outcome]:
@@ -373,6 +376,12 @@ class Node:
         from kvservice.stats.document import node_document
 
         return node_document(self, __version__, self._clock() - self._started_s)
+
+
+def _is_meant(spaces: set[Namespace], keys: set[CacheKey], namespace: bytes, cache: Cache) -> bool:
+    """Does a delete of ``keys`` in ``spaces``, or of all of ``namespace``, mean this cache?"""
+    of_cache = cache.family.space.namespace
+    return of_cache == namespace if namespace else of_cache in spaces and cache.key in keys
 
 
 def _all_of(space: Space) -> list[Cache]:

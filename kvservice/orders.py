@@ -3,7 +3,6 @@
 A group is in a tier's order if nobody holds it and a record of it lies in the tier.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvservice.caches import Cache, group_of
@@ -50,13 +49,18 @@ class Orders:
 
     def enter(self, head: Cache, hold: Hold) -> None:
         """Nobody holds the group any more: back to its places, or, if it was used, to new ones by its worth now."""
-        for order, size, rate, before in self._tiers(head, hold):
-            if not size:
-                continue
-            if before is None or hold.is_used:
-                order.add(head, _worth(head, size, rate))
-            else:
-                order.restore(head, before)
+        group = group_of(head)  # no loop over tiers here: a lookup pays for every find
+        if group.host_bytes:
+            self._enter(self.host, head, None if hold.is_used else hold.host, group.host_bytes, self._rates.host)
+        if group.ssd_bytes:
+            self._enter(self.ssd, head, None if hold.is_used else hold.ssd, group.ssd_bytes, self._rates.ssd)
+
+    @staticmethod
+    def _enter(order: EvictionOrder[Cache], head: Cache, before: Priority | None, size: int, rate: float) -> None:
+        if before is None:
+            order.add(head, _worth(head, size, rate))
+        else:
+            order.restore(head, before)
 
     def renew(self, head: Cache) -> None:
         """A group that nobody holds is worth something else now: new places, as if it was just used."""
@@ -66,7 +70,9 @@ class Orders:
 
     def update(self, head: Cache) -> None:
         """After a record of a group that nobody holds came to a tier or went; where it stays it keeps its place."""
-        for order, size, rate, _ in self._tiers(head, _NO_HOLD):
+        group = group_of(head)
+        tiers = ((self.host, group.host_bytes, self._rates.host), (self.ssd, group.ssd_bytes, self._rates.ssd))
+        for order, size, rate in tiers:
             if size and head not in order:
                 order.add(head, _worth(head, size, rate))
             elif not size and head in order:
@@ -77,14 +83,6 @@ class Orders:
         head = cache.head
         size = group_of(head).host_bytes + cache.record_bytes
         return self.host.yields_to(_worth(head, size, self._rates.host))
-
-    def _tiers(self, head: Cache, hold: Hold) -> Iterator[tuple[EvictionOrder[Cache], int, float, Priority | None]]:
-        group = group_of(head)
-        yield self.host, group.host_bytes, self._rates.host, hold.host
-        yield self.ssd, group.ssd_bytes, self._rates.ssd, hold.ssd
-
-
-_NO_HOLD = Hold(None, None)
 
 
 def _worth(head: Cache, size: int, rate: float) -> Worth:

@@ -109,16 +109,16 @@ class Promotion:
         load = self.loads[cache] = Load(cache, turn)
         self._counters.loads.begun += 1
         self._counters.loads.staged += extent.offset >= self._allocation.tier.staging_offset
-        task = asyncio.get_running_loop().create_task(self._run(load))
+        task = asyncio.get_running_loop().create_task(self._run(load, cache.ssd_extent))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return load
 
-    async def _run(self, load: Load) -> None:
+    async def _run(self, load: Load, extent: Extent) -> None:
         cache, counters, started_s = load.cache, self._counters.loads, self._clock()
         error: KVServiceError | None = None
         try:
-            error = await self._read(load)
+            error = await self._read(load, extent)
         finally:
             del self.loads[cache]
             self._catalog.arriving.discard(cache)
@@ -134,10 +134,10 @@ class Promotion:
         if quarantined is not None:
             await self._quarantine(cache, quarantined)
 
-    async def _read(self, load: Load) -> KVServiceError | None:
+    async def _read(self, load: Load, extent: Extent) -> KVServiceError | None:
         """The first thing that went wrong; reading is over, on every thread, when this returns."""
         cache, source = load.cache, self._source
-        extent, view = cache.ssd_extent, self._allocation.tier.view(cache.extent)
+        view = self._allocation.tier.view(cache.extent)
         master = cache.master
         reference = None if master is None else MasterReference(master.context, master.generation)
         arrival = RecordArrival(view, cache.family.space.namespace, cache.key, cache.generation, reference)

@@ -15,7 +15,7 @@ from kvservice.caches import Cache
 from kvservice.catalog import Catalog
 from kvservice.demotion import Demotion
 from kvservice.model.cache import Extent, MasterReference
-from kvservice.model.errors import CorruptError, DiskError, RecordFormatError
+from kvservice.model.errors import CorruptError, DiskError, InvalidInputError, RecordFormatError
 from kvservice.promotion import PieceReader
 from kvservice.stats.counters import Counters
 from kvservice.storage.arrival import RecordArrival
@@ -35,6 +35,7 @@ class Scrubber:
     """Goes through all caches again and again, at ``rate`` bytes a second. Owned by the loop; reads on the worker.
 
     Without ``source`` and ``demotion`` there is only the host tier. Without ``rate`` it only checks when asked.
+    ``held``: the caches that are being looked at.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Scrubber:
         counters: Counters,
         pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
+        self.held: list[Cache] = []
         self._source = source
         self._catalog = catalog
         self._tier = tier
@@ -70,11 +72,10 @@ class Scrubber:
     async def run_once(self) -> None:
         """One pass over what is held now."""
         for cache in list(self._held()):
-            if cache.is_hidden and not cache.mirrors:
-                continue
             assert self._rate is not None, "only a scrubber with a rate runs"
             await self._pause(self._rate.take(cache.record_bytes * (cache.is_on_host + cache.is_on_ssd)))
-            await self.check(cache)
+            if not cache.is_hidden or cache.mirrors:  # it may have gone since the pass began
+                await self.check(cache)
         self._counters.scrub_passes += 1
 
     def _held(self) -> Iterator[Cache]:
@@ -85,10 +86,12 @@ class Scrubber:
     async def check(self, cache: Cache) -> bool:
         """Look at every copy of one cache; was all of it right? Raises nothing for what is wrong."""
         self._catalog.hold(cache)
+        self.held.append(cache)
         try:
             is_host_right = await self._check_host(cache)
             is_ssd_right = await self._check_ssd(cache)
         finally:
+            self.held.remove(cache)
             self._catalog.unhold(cache)
         self._counters.scrubbed_caches += 1
         if not is_ssd_right and is_host_right and self._demotion is not None:
@@ -96,7 +99,7 @@ class Scrubber:
         return is_host_right and is_ssd_right
 
     async def _check_host(self, cache: Cache) -> bool:
-        if not self._catalog.is_readable(cache):
+        if not self._catalog.is_whole(cache):
             return True
         view = self._tier.view(cache.extent)
         self._counters.scrubbed_bytes += cache.record_bytes
@@ -113,7 +116,7 @@ class Scrubber:
         self._counters.scrubbed_bytes += cache.record_bytes
         try:
             await self._worker.run(partial(self._read, self._source, cache, extent))
-        except (CorruptError, DiskError) as error:
+        except (CorruptError, DiskError, InvalidInputError) as error:
             if cache.ssd_offset != extent.offset:
                 return True  # it went while it was read
             _LOG.warning("scrubbing found a wrong record on SSD, it is quarantined: %s", error)
@@ -124,7 +127,7 @@ class Scrubber:
 
     async def _lose(self, cache: Cache) -> None:
         extent = self._catalog.quarantine_ssd(cache)
-        if not cache.is_hidden and not self._catalog.is_readable(cache):
+        if not self._catalog.is_whole(cache):
             self._catalog.hide_with_mirrors(cache)
         assert self._demotion is not None, "nothing is on a slab that is not there"
         await self._demotion.quarantine(cache, extent)

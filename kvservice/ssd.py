@@ -5,16 +5,15 @@ Owned by the loop. It decides when; promotion, demotion and scrubbing do the wor
 
 import asyncio
 import logging
-from collections import deque
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
 from kvservice.allocation import Allocation
 from kvservice.caches import Cache, group_of
 from kvservice.catalog import Catalog
-from kvservice.demotion import Demotion
+from kvservice.demotion import Burial, Demotion
 from kvservice.index_writer import IndexWriter
 from kvservice.killpoints import Killer
 from kvservice.limits import NodeLimits
@@ -74,7 +73,8 @@ class Workers:
 class Ssd:
     """The slab and its index in the service of one catalog.
 
-    ``queue``: published caches that wait to be written. ``recovered_s``: what the start took.
+    ``queue``: caches that wait to be written, the oldest first; what finds no place in it is written when it is about
+    to be evicted.
     """
 
     def __init__(
@@ -94,14 +94,19 @@ class Ssd:
         self._disk = disk
         self.slab = opened.slab
         self.policy = policy
-        self.queue: deque[Cache] = deque()
+        self.queue: dict[Cache, None] = {}
         self._catalog = catalog
         self._tier = allocation.tier
         self._limits = limits
         self._counters = counters
         self._workers = workers or Workers.threads(policy.threads)
         self._has_work = asyncio.Event()
+        self._is_upkeep_due = True
+        self._looked_at_bytes = 0
         self._tasks: list[asyncio.Task[None]] = []
+        self._unburied: dict[Burial, None] = {}
+        self._burials: set[asyncio.Task[None]] = set()
+        self._burial_turn = asyncio.Lock()
         sync = self.slab.sync if policy.is_durable else None
         self.index = IndexWriter(opened.index, self._workers.index, sync)
         self.admission = Admission(policy.write_budget_bytes, clock=clock)
@@ -122,7 +127,7 @@ class Ssd:
         spaces = {name: self._catalog.space_of(identity) for name, identity in self.opened.identities.items()}
         self.demotion.identities.update(spaces)
         masters: dict[tuple[Namespace, SegmentId, ContextId, int], Cache] = {}
-        deleted: dict[bytes, Cache] = {}
+        deleted = defaultdict[bytes, dict[Cache, int]](dict)
         for entry in self.opened.entries:
             meta, base = entry.meta, entry.meta.master
             master = masters[meta.namespace, meta.key.segment, base.context, base.generation] if base else None
@@ -130,17 +135,20 @@ class Ssd:
             if base is None:
                 masters[meta.namespace, meta.key.segment, meta.key.context, entry.generation] = cache
             if entry.is_deleted:
-                deleted[tombstone_payload(meta.namespace, meta.key)] = cache
+                deleted[tombstone_payload(meta.namespace, meta.key)][cache] = entry.sequence
         self._bury_again(deleted)
         for space in spaces.values():
             self._catalog.drop_if_unused(space)
         self.opened.entries.clear()
 
-    def _bury_again(self, deleted: Mapping[bytes, Cache]) -> None:
+    def _bury_again(self, deleted: Mapping[bytes, Mapping[Cache, int]]) -> None:
+        """``deleted``: by key the hidden caches, and the sequence numbers of their records."""
         for note in self.opened.notes:
-            if note.kind is NoteKind.TOMBSTONE:
-                self.demotion.tombstones[deleted[note.payload]] = note
-        for cache in deleted.values():
+            for cache, sequence in deleted[note.payload].items() if note.kind is NoteKind.TOMBSTONE else ():
+                if sequence < note.sequence:
+                    self.demotion.mark(cache, note)
+                    self._catalog.hidden[cache] = note.sequence
+        for cache in (cache for caches in deleted.values() for cache in caches):
             self._catalog.settle(cache)
 
     def start(self) -> None:
@@ -155,16 +163,20 @@ class Ssd:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self.promotion.stop()
         try:
+            await self.promotion.stop()
             async with asyncio.timeout(self.policy.flush_s):
                 await self._flush()
         except TimeoutError:
             _LOG.warning("stopped after %g s with caches in memory that are not on SSD", self.policy.flush_s)
-        await self.demotion.settle()
-        await self.index.stop()
-        self._workers.close()
-        self._close()
+        except Exception:  # noqa: BLE001  a stop ends whatever happens; what was not written is a miss later
+            _LOG.exception("bringing memory's caches to SSD failed. Please report this")
+        finally:
+            await asyncio.gather(*self._burials, *self.demotion.writing.values(), return_exceptions=True)
+            await self.demotion.settle()
+            await self.index.stop()
+            self._workers.close()
+            self._close()
 
     def _close(self) -> None:
         """Mark the stop as clean, unless the index may name what is not there; the next start then looks."""
@@ -178,7 +190,7 @@ class Ssd:
         opened.slab.close()
 
     async def _flush(self) -> None:
-        self.queue = deque(self._dirty())
+        self.queue = dict.fromkeys(self._dirty())
         await asyncio.gather(*(self._write_queued(is_required=True) for _ in range(self.policy.threads)))
 
     def _dirty(self) -> Iterator[Cache]:
@@ -194,7 +206,7 @@ class Ssd:
         for one in (cache,) if cache.master is None else (cache.master, cache):
             if one.is_on_host and one not in self._catalog.arriving:
                 continue
-            load = self.promotion.begin(one)
+            load = self.promotion.begin(one, self._counters.lookups.calls)
             if load is None:
                 return None
             loads.append(load)
@@ -202,23 +214,55 @@ class Ssd:
 
     def note_published(self, cache: Cache) -> None:
         """A cache is new in memory."""
-        if self.policy.is_write_through or cache in self._catalog.superseded:
-            self.queue.append(cache)
+        is_wanted = self.policy.is_write_through or cache in self._catalog.superseded
+        if is_wanted and len(self.queue) < self._limits.ssd_queue_max:
+            self.queue[cache] = None
         self._has_work.set()
 
     def note_used(self, cache: Cache) -> None:
         """A lookup found a cache: on a second touch it is admitted where a budget kept it out at first."""
-        if not cache.is_on_ssd and self.policy.is_write_through and group_of(cache).uses == 1:
+        if self.policy.write_budget_bytes and not cache.is_on_ssd and cache not in self.demotion.writing:
             self.note_published(cache)
 
-    async def bury(self, caches: Iterable[Cache]) -> None:
-        """Caches were deleted. Return when no restart brings any of them back."""
-        for cache in caches:
-            load = self.promotion.loads.get(cache)
+    async def bury(self, caches: Iterable[Cache], is_meant: Callable[[Cache], bool] = lambda _: False) -> None:
+        """Caches were hidden for good. Return when no restart brings any of them back, nor one of an earlier call.
+
+        ``is_meant``: is a cache of a deleted key, should it be found on the slab? It goes on to its end whoever waits
+        for it. Raises DiskError; the next call then tries those again.
+        """
+        self._unburied |= dict.fromkeys(self.demotion.burials(caches, is_meant))
+        work = asyncio.create_task(self._bury_all())
+        self._burials.add(work)
+        work.add_done_callback(self._end_burial)
+        await asyncio.shield(work)
+
+    def _end_burial(self, work: "asyncio.Task[None]") -> None:
+        self._burials.discard(work)
+        if not work.cancelled():
+            work.exception()  # seen: whoever asked may have gone
+
+    async def _bury_all(self) -> None:
+        async with self._burial_turn:
+            burials, errors = list(self._unburied), list[DiskError]()
+            for burial in burials:
+                await self._until_arrived(burial)
+                await self.demotion.unearth(burial)
+            await self.demotion.settle()
+            for burial in burials:
+                try:
+                    await self.demotion.bury(burial)
+                    del self._unburied[burial]
+                except DiskError as error:
+                    errors.append(error)
+            if errors:
+                raise errors[0]
+
+    async def _until_arrived(self, burial: Burial) -> None:
+        """What is being read cannot be erased; what others stand on may go on being read."""
+        for cache in burial.caches:
+            load = None if cache.mirrors else self.promotion.loads.get(cache)
             while load is not None and not load.is_done:
                 await load.news.wait()
-            await self.demotion.bury(cache)
-        await self.demotion.settle()
 
     # Writing
 
@@ -236,12 +280,24 @@ class Ssd:
         if len(self.queue) > 1:
             self._has_work.set()  # wakes one more writer
         await self._write_queued()
-        for cache in self._next_to_go():
-            await self.demotion.write(cache)
+        if self._is_look_due():
+            for cache in self._next_to_go():
+                await self.demotion.write(cache)
+
+    def _is_look_due(self) -> bool:
+        """Once an upkeep, or when a part of what the last look made ready has been filled: a look takes 0.5 ms."""
+        filled = self._counters.published_bytes + self._counters.loads.record_bytes
+        step = self._tier.capacity_bytes * AHEAD_SHARE / 4
+        if not self._is_upkeep_due and filled - self._looked_at_bytes < step:
+            return False
+        self._is_upkeep_due, self._looked_at_bytes = False, filled
+        return True
 
     async def _write_queued(self, *, is_required: bool = False) -> None:
         while self.queue:
-            await self.demotion.write(self.queue.popleft(), is_required=is_required)
+            cache = next(iter(self.queue))
+            del self.queue[cache]
+            await self.demotion.write(cache, is_required=is_required)
 
     def _next_to_go(self) -> list[Cache]:
         wanted = int(self._tier.capacity_bytes * AHEAD_SHARE)
@@ -257,18 +313,22 @@ class Ssd:
 
     async def _keep_up(self) -> None:
         while True:
-            with suppress(DiskError):  # counted where it happens; the next round tries again
+            try:
                 await self._watch_floor()
+            except (KVServiceError, OSError) as error:
+                _LOG.warning("the room on the file system of the SSD tier is not known: %s; trying again", error)
+            self._is_upkeep_due = True
             self._has_work.set()
             await asyncio.sleep(self._limits.upkeep_interval_s)
 
     async def _watch_floor(self) -> None:
         """Below the floor nothing more is admitted, and free places of the slab go back to the file system."""
         is_below = self._disk.free_bytes() < self.policy.free_floor_bytes
-        if is_below and not self.admission.is_below_floor:
-            for extent in self.slab.claim_free():
-                try:
-                    await self._workers.writes.run(partial(self.slab.punch, extent))
-                finally:
-                    self.slab.free(extent)
-        self.admission.is_below_floor = is_below
+        was_below, self.admission.is_below_floor = self.admission.is_below_floor, is_below
+        extent = self.slab.claim_free() if is_below and not was_below else None
+        while extent is not None:
+            try:
+                await self._workers.writes.run(partial(self.slab.punch, extent))
+            finally:
+                self.slab.free(extent)
+            extent = self.slab.claim_free(extent.end)

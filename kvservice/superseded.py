@@ -23,10 +23,11 @@ class OldForm:
 
 
 class Superseded:
-    """Old forms by the cache that is the newer one."""
+    """Old forms by the cache that is the newer one. ``old``: the caches whose records they are."""
 
     def __init__(self) -> None:
         self.record_bytes = 0
+        self.old: set[Cache] = set()
         self._forms: dict[Cache, OldForm] = {}
 
     def __contains__(self, cache: Cache) -> bool:
@@ -39,6 +40,7 @@ class Superseded:
         """``new`` takes the place of ``old``, whose record at ``extent`` stays for now."""
         assert new not in self._forms, new
         self._forms[new] = OldForm(old, extent, base)
+        self.old.add(old)
         self.record_bytes += extent.length
 
     def hand_on(self, old: Cache, new: Cache) -> None:
@@ -55,6 +57,7 @@ class Superseded:
         while found := next((one for one, form in self._forms.items() if self._is_free(one, form)), None):
             freed.append(self._forms.pop(found))
             self.record_bytes -= freed[-1].extent.length
+            self.old.discard(freed[-1].cache)
         return freed
 
     def _is_free(self, new: Cache, form: OldForm) -> bool:

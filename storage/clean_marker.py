@@ -59,6 +59,12 @@ def read_marker(disk: Disk) -> CleanMarker | None:
         return None
 
 
+def remove_marker(disk: Disk) -> None:
+    """Take the marker away, for good, and what a stop that was killed while it wrote one left. DiskError."""
+    disk.remove(MARKER_NAME)
+    disk.remove(f"{MARKER_NAME}.new")  # see RealDisk.write_small
+
+
 def read_epoch(disk: Disk) -> int | None:
     """The last boot's epoch, or None if the file is missing or holds no such number."""
     data = _read(disk, EPOCH_NAME)

@@ -1,5 +1,7 @@
 """The host tier: extents of the arena that clients map. A copy here is one np.copyto; a view is none."""
 
+import sys
+
 import numpy as np
 
 from kvservice.model.cache import Extent
@@ -12,7 +14,8 @@ class HostTier:
     """An allocator over an arena. Threads and errors: see Tier. Does not close the arena.
 
     The last ``staging_bytes`` of the arena are for records on their way through: no reservation takes them, so that a
-    load finds room however full the tier is. Extents there start at ``staging_offset`` or behind.
+    load finds room however full the tier is. Extents there start at ``staging_offset`` or behind;
+    without such a part none does.
     """
 
     name = "host"
@@ -21,7 +24,7 @@ class HostTier:
         self.arena = arena
         self.allocator = ExtentAllocator(arena.bytes - staging_bytes)
         self.capacity_bytes = self.allocator.capacity_bytes
-        self.staging_offset = self.capacity_bytes
+        self.staging_offset = self.capacity_bytes if staging_bytes else sys.maxsize
         self.staging = ExtentAllocator(staging_bytes) if staging_bytes else None
 
     @property

@@ -17,11 +17,11 @@ from enum import StrEnum
 from kvservice.model.errors import InvalidInputError
 from kvservice.model.identity import Identity, Namespace
 from kvservice.storage.clean_marker import (
-    MARKER_NAME,
     CleanMarker,
     next_epoch,
     read_epoch,
     read_marker,
+    remove_marker,
     write_epoch,
     write_marker,
 )
@@ -121,7 +121,7 @@ def recover(
         place = place or RocksPlace(disk.folder / INDEX_NAME)
         said = _new_index(place) if is_new else _open_index(place, slab, epochs)
         on_error.callback(said.index.close)
-        disk.remove(MARKER_NAME)
+        remove_marker(disk)
         boot_epoch = epochs.next(wall_clock_ns())
         write_epoch(disk, boot_epoch)
         found = _look(slab, said)

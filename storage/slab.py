@@ -252,13 +252,18 @@ class Slab:
         """
         return SlabScan(self._file, self.uuid, known, self.continue_behind)
 
-    def claim_free(self) -> list[Extent]:
-        """Reserve every free stretch, for ``punch``; free each again. Nothing else finds room meanwhile."""
-        stretches = list(self._allocator.free_stretches()) if self._can_punch else []
-        extents = [Extent(offset, length - FOOTER_BYTES) for offset, length in stretches]
-        for extent in extents:
-            self.adopt(extent)
-        return extents
+    def claim_free(self, start: int = 0) -> Extent | None:
+        """Reserve the first free stretch that begins at ``start`` or behind, for ``punch``; free it again.
+
+        None if there is no more, or the file system takes nothing back.
+        """
+        stretches = self._allocator.free_stretches() if self._can_punch else iter(())
+        found = next((one for one in stretches if one[0] >= start), None)
+        if found is None:
+            return None
+        extent = Extent(found[0], found[1] - FOOTER_BYTES)
+        self.adopt(extent)
+        return extent
 
     def punch(self, extent: Extent) -> None:
         """Give a reserved place back to the file system; any thread. Blocks (0.14 ms a MiB).
@@ -271,13 +276,13 @@ class Slab:
 
     def punch_free(self) -> int:
         """Give all free stretches back to the file system; returns by how many bytes the file shrank there. Blocks."""
-        before, claimed = self._file.physical_bytes(), self.claim_free()
-        try:
-            for extent in claimed:
+        before, extent = self._file.physical_bytes(), self.claim_free()
+        while extent is not None:
+            try:
                 self.punch(extent)
-        finally:
-            for extent in claimed:
+            finally:
                 self.free(extent)
+            extent = self.claim_free(extent.end)
         return max(0, before - self._file.physical_bytes())
 
     def sync(self) -> None:

@@ -61,7 +61,7 @@ class IntegrityDocument(TypedDict):
 
 
 class RecoveryDocument(TypedDict):
-    """How the last start found the SSD tier: none, fresh, clean, checked or rebuilt; dropped records by reason."""
+    """How the last start found the SSD tier: none, new, clean, checked or rebuilt; dropped records by reason."""
 
     kind: str
     records: int

@@ -403,6 +403,7 @@ def _check_holds(node: Node, everything: Sequence[Cache]) -> None:
         holds.update(grant.caches)
     holds.update(reservation.master for reservation in node.store.open.values() if reservation.master is not None)
     holds.update(node.families.held)
+    holds.update(node.scrubber.held)
     if node.ssd is not None:
         holds.update(node.ssd.promotion.loads.keys())
         holds.update(node.ssd.demotion.writing.keys())
@@ -440,7 +441,8 @@ def _check_bytes(node: Node, published: Sequence[Cache]) -> None:
     assert totals.groups == len({cache.master or cache for cache in (*published, *hidden)})
     assert totals.held_bytes == sum(cache.record_bytes for cache in (*published, *hidden) if cache.holds)
     everything = (*published, *hidden)
-    assert all(cache.is_on_host or cache.is_on_ssd for cache in everything), "a cache is somewhere"
+    nowhere = [cache for cache in everything if not (cache.is_on_host or cache.is_on_ssd)]
+    assert all(cache.is_hidden and cache in node.scrubber.held for cache in nowhere), "a cache is somewhere"
     on_host = [cache for cache in everything if cache.is_on_host]
     on_ssd = [cache for cache in everything if cache.is_on_ssd]
     assert (totals.host_caches, totals.host_bytes) == (len(on_host), sum(cache.record_bytes for cache in on_host))

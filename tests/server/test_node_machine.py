@@ -17,6 +17,7 @@ from kvservice.model.cache import CacheMeta, MasterReference
 from kvservice.model.errors import KVServiceError
 from kvservice.model.plan import Match
 from kvservice.model.segment import CacheKey, ContextId, SegmentId
+from kvservice.sessions import Session
 from kvservice.wire.v1 import cache_pb2 as wire
 from tests.server.builders import (
     Client,
@@ -64,6 +65,7 @@ class NodeMachine(RuleBasedStateMachine):
         self.leases: dict[int, Leased] = {}
         self.stored: dict[CacheKey, Planes] = {}
         self.tasks: list[asyncio.Task[Any]] = []
+        self.attached: list[Session] = []
         self.seed = 0
 
     @initialize()
@@ -108,6 +110,24 @@ class NodeMachine(RuleBasedStateMachine):
 
     def _open_session(self) -> None:
         self.clients.append(self.world.client())
+
+    @precondition(lambda self: len(self.attached) < 4)
+    @rule(index=st.integers(0, 2))
+    def open_connection(self, index: int) -> None:
+        self._open_connection(index)
+
+    def _open_connection(self, index: int) -> None:
+        session = self.client(index).session
+        self.world.node.store.attach(session)
+        self.attached.append(session)
+
+    @rule(index=st.integers(0, 9))
+    def close_connection(self, index: int) -> None:
+        self._close_connection(index)
+
+    def _close_connection(self, index: int) -> None:
+        if self.attached:
+            self.world.node.store.detach(self.attached.pop(index % len(self.attached)))
 
     @rule(index=st.integers(0, 2))
     def lose_session(self, index: int) -> None:
@@ -276,6 +296,8 @@ class NodeMachine(RuleBasedStateMachine):
             (2, lambda: NodeMachine.commit_round(self, index, index % 2)),
             (1, lambda: NodeMachine.write_nonsense(self, index, meta, rng.random() < 0.5)),
             (rng.random() < 0.2, lambda: NodeMachine.lose_session(self, index)),
+            (len(self.attached) < 4, lambda: self._open_connection(index)),
+            (1, lambda: self._close_connection(index)),
             (rng.random() < 0.3, lambda: self._cancel(index)),
             (len(self.clients) < 3, self._open_session),
         ]
@@ -289,6 +311,11 @@ class NodeMachine(RuleBasedStateMachine):
         check_node(self.world.node)
 
     @invariant()
+    def only_what_a_process_may_still_write_strays(self) -> None:
+        ids = {session.id for session in self.attached if session.id not in self.world.node.sessions.open}
+        assert self.world.node.store.strays.keys() <= ids
+
+    @invariant()
     def every_live_lease_reads_what_was_stored(self) -> None:
         for leased in self.leases.values():
             for answer, planes in leased.found:
@@ -299,6 +326,8 @@ class NodeMachine(RuleBasedStateMachine):
             return
         for client in self.clients:
             client.close()
+        while self.attached:
+            self._close_connection(0)
         while self.tasks:
             while self.worker.parked:
                 self.worker.release()

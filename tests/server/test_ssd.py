@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from kvservice.limits import NodeLimits
-from kvservice.model.cache import CacheMeta
+from kvservice.model.cache import CacheMeta, MasterReference
 from kvservice.ssd import SsdPolicy
 from kvservice.storage.recovery import RecoveryKind
 from kvservice.storage.ssd_index import NaivePlace
@@ -237,3 +237,24 @@ async def test_the_seconds_that_a_prefill_took_survive_a_restart() -> None:
         cache = cache_of(again, stored[0])
         assert cache is not None
         assert cache.prefill_s == replace(again.opened.report, seconds=2.5).seconds == 2.5
+
+
+async def test_a_mirror_of_a_master_that_is_on_ssd_only_is_written() -> None:
+    world = SsdWorld()
+    async with world:
+        client = world.client()
+        stored = await store_group(client, mirrors=0)
+        cache = cache_of(world, stored[0][0])
+        await written(world)
+        await leave_host(world, stored[0][0])
+        assert cache is not None
+        reference = MasterReference(cache.context, cache.generation)
+        meta = make_meta(IDENTITY, "shared", ["history"], master=reference)
+        planes = make_relative(IDENTITY, stored[0][1], 0, meta.position, rows=[1])
+        await client.store(meta, planes, diff_of(IDENTITY, stored[0][1], 0, planes, meta.position))
+        stored.append((meta, planes))
+        await written(world)
+        assert places(world, stored) == ["ssd", "both"]
+        await world.kill()
+    async with world.again() as again:
+        await assert_all_read(again, again.client(), IDENTITY, stored)

@@ -1,17 +1,19 @@
 """What is written to SSD, and what is not and why; a disk that fills up stops writing, never a client."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
 from kvservice.limits import NodeLimits
+from kvservice.model.errors import DiskError
 from kvservice.ssd import SsdPolicy
 from kvservice.storage.admission import NotAdmitted
 from kvservice.storage.slab import SLAB_NAME
 from tests.server.builders import make_meta, make_planes
 from tests.server.ssd_world import SsdWorld, where, written
 from tests.server.test_ssd import IDENTITY, places, store_dense, store_group
-from tests.storage.faulty_disk import FaultyDisk
+from tests.storage.faulty_disk import FaultyDisk, FaultyFile
 
 DAY_BYTES = 24 << 20
 
@@ -49,6 +51,17 @@ async def test_a_mirror_of_a_master_on_ssd_is_written_whatever_the_budget_says()
         await client.release((await client.find(stored[1][0]))[1])
         await written(world)
         assert places(world, stored) == ["both", "both"]
+
+
+async def test_mirrors_are_written_at_their_own_second_touch_too() -> None:
+    async with SsdWorld(policy=SsdPolicy(write_budget_bytes=DAY_BYTES)) as world:
+        client = world.client()
+        stored = await store_group(client)
+        await written(world)
+        for meta, _ in stored:
+            await client.release((await client.find(meta))[1])
+        await written(world)
+        assert places(world, stored) == ["both"] * 3
 
 
 async def test_a_spent_budget_fills_with_time_and_not_with_the_time_of_day() -> None:
@@ -90,6 +103,31 @@ async def test_below_the_floor_nothing_is_written_and_free_places_go_back_and_ab
         await written(world)
         assert where(world, meta) == "both"
         world.check()
+
+
+async def test_a_punch_that_fails_keeps_the_room_and_the_floor() -> None:
+    disk = FaultyDisk(capacity_bytes=16 << 20)
+    disk.facts = replace(disk.facts, can_punch=True)
+    world = SsdWorld(disk, policy=SsdPolicy(free_floor_bytes=6 << 20), limits=NodeLimits(upkeep_interval_s=0.0))
+    async with world:
+        client = world.client()
+        stored = await store_dense(client, 4)
+        await written(world)
+        await client.delete(stored[1][0])
+        used, punch = world.ssd.slab.used_bytes, FaultyFile.punch
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(FaultyFile, "punch", failing_punch)
+            disk.open("a stranger's", 10 << 20)
+            await until(world, is_below_floor=True)
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert world.node.stats_document()["ssd"]["is_below_floor"]
+        assert FaultyFile.punch is punch
+        assert world.ssd.slab.used_bytes == used
+
+
+def failing_punch(file: FaultyFile, offset: int, length: int) -> None:
+    raise DiskError(f"{file.name}: {length} bytes at {offset} are not given back")
 
 
 async def test_a_record_larger_than_the_slab_stays_in_memory() -> None:

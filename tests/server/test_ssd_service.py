@@ -7,9 +7,10 @@ from rich.console import Console
 
 from kvservice.app import LocalNode, Service
 from kvservice.config import Settings
-from kvservice.model.errors import ConfigError
+from kvservice.model.errors import ConfigError, KVServiceError, UnavailableError
 from kvservice.stats.report import stats_tables
 from kvservice.storage.slab import SLAB_NAME
+from kvservice.wire.v1 import cache_pb2
 
 MIB = 1 << 20
 
@@ -73,3 +74,24 @@ def test_a_folder_that_cannot_be_made_stops_the_start_and_says_what_to_do(tmp_pa
 def _resize(path: Path, size: int) -> None:
     with path.open("r+b") as file:
         file.truncate(size)
+
+
+@pytest.mark.parametrize("change", [{"host_bytes": 1 << 50}, {"kill_point": "nowhere:1"}])
+def test_a_start_that_fails_leaves_nothing_open_and_the_next_one_works(
+    tmp_path: Path, change: dict[str, object]
+) -> None:
+    with LocalNode(settings(tmp_path)):
+        pass
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with pytest.raises(KVServiceError):
+        LocalNode(settings(tmp_path, **change)).__enter__()
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    with LocalNode(settings(tmp_path)) as node:
+        assert recovery(node) in ("clean", "checked")
+
+
+def test_a_node_that_has_ended_says_so_instead_of_keeping_callers(tmp_path: Path) -> None:
+    with LocalNode(settings(tmp_path)) as node:
+        pass
+    with pytest.raises(UnavailableError, match="ended"):
+        node.call("Stats", cache_pb2.StatsRequest())

@@ -1,5 +1,7 @@
 """The mark of a clean stop and the boot epoch: believed only whole, and never in the way of a start."""
 
+import os
+from pathlib import Path
 from uuid import UUID
 
 import pytest
@@ -13,10 +15,11 @@ from kvservice.storage.clean_marker import (
     next_epoch,
     read_epoch,
     read_marker,
+    remove_marker,
     write_epoch,
     write_marker,
 )
-from kvservice.storage.disk import BLOCK_BYTES
+from kvservice.storage.disk import BLOCK_BYTES, RealDisk
 from kvservice.storage.ssd_index import IndexDigest
 from tests.storage.faulty_disk import Faults, FaultyDisk
 
@@ -90,3 +93,22 @@ def test_the_epoch_rises_whatever_the_clock_says(earlier: list[int | None], now_
     assert epoch >= now_ns
     assert all(epoch > one for one in earlier if one is not None)
     assert epoch == now_ns or epoch - 1 in earlier
+
+
+def test_nothing_is_left_of_a_marker_whose_writing_was_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = RealDisk(tmp_path / "ssd")
+    monkeypatch.setattr(os, "rename", _die)
+    monkeypatch.setattr(os, "unlink", _die)
+    with pytest.raises(SystemExit):
+        write_marker(disk, MARKER)
+    monkeypatch.undo()
+    assert [path.name for path in disk.folder.iterdir()] == ["CLEAN.new"]
+    remove_marker(disk)
+    assert not list(disk.folder.iterdir())
+    disk.close()
+
+
+def _die(*_: object, **__: object) -> None:
+    raise SystemExit

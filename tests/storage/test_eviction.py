@@ -14,6 +14,7 @@ from kvservice.storage.eviction import (
     SECONDS_SAVED_MAX,
     STALE_MIN,
     USES_COUNTED_MAX,
+    AgeOrder,
     EvictionOrder,
     LruOrder,
     Priority,
@@ -379,3 +380,34 @@ def test_numbers_stay_small_over_ten_million_turnovers() -> None:
     order._clock = 10_000_000 * int(2.0**64 / MIB)  # a second a megabyte, each time
     order.add("a", make_worth(seconds=1.0, size=MIB))
     assert sys.getsizeof(order._heap[0]) <= 48
+
+
+@given(st.lists(st.integers(0, 5), max_size=40))
+def test_age_order_is_lru_order_whatever_the_worth(steps: list[int]) -> None:
+    """0, 1: add one; 2: take out and put back; 3: use; 4: pop; 5: remove the newest."""
+    naive, order = LruOrder[int](), AgeOrder[int]()
+    keys: list[int] = []
+    for count, step in enumerate(steps):
+        worth = Worth(float(count % 3), 1 + count % 5, 1, count % 7)
+        if step <= 1:
+            keys.append(count)
+            for one in (naive, order):
+                one.add(count, worth)
+        elif keys and step == 2:
+            for one in (naive, order):
+                one.restore(keys[0], one.remove(keys[0]))
+        elif keys and step == 3:
+            for one in (naive, order):
+                one.remove(keys[-1])
+                one.add(keys[-1], worth)
+        elif keys and step == 4:
+            assert naive.yields_to(worth)
+            assert order.yields_to(worth)
+            popped = naive.pop()
+            assert order.pop() == popped
+            keys.remove(popped)  # type: ignore[arg-type]
+        elif keys:
+            for one in (naive, order):
+                one.remove(keys[-1])
+            keys.pop()
+        assert list(naive) == list(order)

@@ -415,13 +415,17 @@ def test_nothing_finds_room_in_free_stretches_that_are_claimed() -> None:
     slab, disk = make_slab(64 * BLOCK_BYTES)
     held = [put(slab, make_record(5, seed)) for seed in range(3)]
     take_away(slab, held.pop(1).extent)
-    claimed = slab.claim_free()
+    first = slab.claim_free()
+    assert first is not None
+    last = slab.claim_free(first.end)
+    assert last is not None
+    assert slab.claim_free(last.end) is None
     assert slab.used_bytes == slab.capacity_bytes
     assert slab.reserve(1) is None
-    for extent in claimed:
+    for extent in (first, last):
         slab.punch(extent)
     assert disk.open(SLAB_NAME).physical_bytes() == 3 * BLOCK_BYTES
-    for extent in claimed:
+    for extent in (first, last):
         slab.free(extent)
     assert slab.used_bytes == 2 * BLOCK_BYTES
     assert found_extents(scan(slab)) == [one.extent for one in held]
@@ -446,7 +450,7 @@ def test_a_disk_that_cannot_punch_gives_nothing_back() -> None:
     disk = FaultyDisk()
     disk.facts = replace(disk.facts, can_punch=False)
     slab = Slab.create(disk, 4 * MIB)
-    assert slab.claim_free() == []
+    assert slab.claim_free() is None
     assert slab.punch_free() == 0
     assert slab.physical_bytes() == 4 * MIB
 

@@ -1,0 +1,69 @@
+"""What a client asks while records arrive: it waits for news, and only for news."""
+
+from collections.abc import Container, Mapping, Sequence
+
+import pytest
+
+from kvservice.client.arrivals import Arrivals
+from kvservice.model.cache import Extent, Tier
+from kvservice.model.errors import CorruptError, UnavailableError
+from kvservice.model.lease import BootEpoch, Lease, LeaseId, SessionId
+from kvservice.model.plan import Location
+from kvservice.wire.v1 import cache_pb2 as wire
+
+LEASE = Lease(LeaseId(1), SessionId(b""), BootEpoch(1), 0.0)
+
+
+def place(offset: int, tier: Tier = Tier.SSD) -> Location:
+    return Location(tier, Extent(offset, 10), 0)
+
+
+class ScriptedSession:
+    """Answers as it is told, and notes what it was told to know."""
+
+    def __init__(self, *replies: Sequence[wire.Arrival]) -> None:
+        self.replies = list(replies)
+        self.asked: list[tuple[dict[int, int], set[int]]] = []
+
+    def await_arrivals(
+        self, lease: Lease, known: Mapping[int, int], failed: Container[int] = ()
+    ) -> Sequence[wire.Arrival]:
+        assert lease is LEASE
+        self.asked.append((dict(known), {offset for offset in known if offset in failed}))
+        return self.replies.pop(0)
+
+
+def arrival(offset: int, layers: int, code: str = "") -> wire.Arrival:
+    return wire.Arrival(offset=offset, layers=layers, error=wire.ItemError(code=code, message="why") if code else None)
+
+
+def test_what_was_in_memory_is_there_and_nobody_is_asked() -> None:
+    session = ScriptedSession()
+    assert Arrivals(session, LEASE).wait_for(place(0, Tier.HOST), 5) == 5
+    assert not session.asked
+
+
+def test_what_one_wait_hears_the_next_one_knows() -> None:
+    session = ScriptedSession([arrival(0, 2), arrival(64, 4)], [arrival(0, 3), arrival(64, 4)])
+    arrivals = Arrivals(session, LEASE)
+    assert arrivals.wait_for(place(0), 1) == 2
+    assert arrivals.wait_for(place(64), 4) == 4
+    assert arrivals.wait_for(place(0), 3) == 3
+    assert session.asked == [({}, set()), ({0: 2, 64: 4}, set())]
+
+
+def test_a_known_failure_is_told_to_the_node_so_that_it_is_no_news() -> None:
+    session = ScriptedSession([arrival(0, 1, "CORRUPT"), arrival(64, 0)], [arrival(0, 1, "CORRUPT"), arrival(64, 1)])
+    arrivals = Arrivals(session, LEASE)
+    assert arrivals.wait_for(place(64), 1) == 1
+    assert session.asked[1] == ({0: 1, 64: 0}, {0})
+    assert arrivals.wait_for(place(0), 1) == 1, "what came before it failed is good"
+    with pytest.raises(CorruptError, match="why"):
+        arrivals.wait_for(place(0), 2)
+
+
+def test_a_layer_that_does_not_come_in_time_is_an_error() -> None:
+    times = iter([0.0, 1.0, 61.0])
+    session = ScriptedSession([arrival(0, 0)])
+    with pytest.raises(UnavailableError, match="recompute"):
+        Arrivals(session, LEASE, lambda: next(times)).wait_for(place(0), 1)
