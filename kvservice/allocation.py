@@ -76,7 +76,7 @@ class Allocation:
 
     def _has_gap(self, length: int) -> bool:
         """Would the record fit if all went that may go?"""
-        oldest = self._catalog.orders.host.first(GAPS_GUESSED_MAX)
+        oldest = self._catalog.orders.first_of_host(GAPS_GUESSED_MAX)
         if any(head.is_on_host and self._taken(head.record_bytes) >= self._taken(length) for head in oldest):
             return True  # the usual case, records of about one size: that record's own place will do
         return self.longest_stretch() >= self._taken(length)

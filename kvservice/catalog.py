@@ -12,7 +12,7 @@ from kvservice.caches import NOWHERE, Cache, Family, Group, Space, VerifiedRecor
 from kvservice.model.cache import Extent
 from kvservice.model.identity import Identity, Namespace
 from kvservice.model.segment import SegmentId
-from kvservice.orders import Hold, Orders
+from kvservice.orders import Orders
 from kvservice.storage.ssd_entry import SsdEntry
 from kvservice.superseded import Superseded
 from kvservice.totals import Totals
@@ -50,7 +50,8 @@ class Freed:
 class Catalog:
     """The caches of a node, and the heads (masters) of its groups.
 
-    ``orders`` holds the groups that nobody holds, by tier; only they are evicted. ``held``: all other groups.
+    ``orders``: the groups by tier, in the order in which they go; those in ``held``, with whether they were used since,
+    are not evicted.
     ``arriving``: caches whose host copy is not whole yet. ``condemned``: held caches whose host copy is wrong.
     ``superseded``: what lies on the slab for a cache until its newer form does. ``hidden``: each with the sequence
     number of the tombstone that a record of it on the slab must have; 0: it was not deleted, but replaced or lost.
@@ -59,7 +60,7 @@ class Catalog:
     def __init__(self, freed: Freed, orders: Orders) -> None:
         self.spaces: dict[Namespace, Space] = {}
         self.hidden: dict[Cache, int] = {}
-        self.held: dict[Cache, Hold] = {}
+        self.held: dict[Cache, bool] = {}
         self.superseded = Superseded()
         self.condemned: set[Cache] = set()
         self.arriving: set[Cache] = set()
@@ -103,7 +104,7 @@ class Catalog:
         self._join_group(cache, master)
         self.set_host(cache, record.extent.offset)
         if master is not None and not master.holds:
-            self.orders.renew(master)
+            self.orders.settle(master, is_used=True)
         return cache
 
     def restore(self, space: Space, entry: SsdEntry, master: Cache | None = None) -> Cache:
@@ -260,13 +261,13 @@ class Catalog:
             self._count_hold(cache)
         self._count_hold(head)
         if head.holds == 1:
-            self.held[head] = self.orders.leave(head)
+            self.held[head] = False
 
     def use(self, cache: Cache) -> None:
         """Note that a lookup was answered with a held cache: its group goes to the end of the orders of eviction."""
         head = cache.head
         group_of(head).uses += 1
-        self.held[head].is_used = True
+        self.held[head] = True
 
     def _count_hold(self, cache: Cache) -> None:
         if not cache.holds:
@@ -283,8 +284,7 @@ class Catalog:
             head = cache
         self._uncount_hold(head)
         if not head.holds:
-            hold = self.held.pop(head)
-            self.orders.enter(head, hold)
+            self.orders.settle(head, is_used=self.held.pop(head))
             self._settle(head)
 
     def _uncount_hold(self, cache: Cache) -> None:
@@ -314,12 +314,12 @@ class Catalog:
 
     def evict_host(self) -> Evicted | None:
         """Free the host copies of the group worth least; None if every group is held. What is on no slab is lost."""
-        head = self.orders.host.pop()
+        head = self.orders.pop_host()
         return None if head is None else self._evict(head, _on_host, _on_ssd, self.drop_host)
 
     def evict_ssd(self) -> Evicted | None:
         """Free the copies on the slab of the group worth least; None if every group is held."""
-        head = self.orders.ssd.pop()
+        head = self.orders.pop_ssd()
         return None if head is None else self._evict(head, _on_ssd, _on_host, self.drop_ssd)
 
     def _evict(self, head: Cache, is_here: Where, is_elsewhere: Where, drop: Callable[[Cache], None]) -> Evicted:

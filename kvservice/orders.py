@@ -1,12 +1,12 @@
 """Which groups may be evicted from which tier, and in what order. State only.
 
-A group is in a tier's order if nobody holds it and a record of it lies in the tier.
+A group that nobody holds is in a tier's order exactly if a record of it lies in the tier.
 """
 
 from dataclasses import dataclass
 
 from kvservice.caches import Cache, group_of
-from kvservice.storage.eviction import SECONDS_SAVED_MAX, EvictionOrder, Priority, Worth
+from kvservice.storage.eviction import SECONDS_SAVED_MAX, EvictionOrder, Worth
 
 SAVED_SHARE_MIN = 0.05
 """A find saves at least this share of the prefill, however slow its tier: the seconds are guesses, bytes are not."""
@@ -24,65 +24,61 @@ LOAD_RATES = LoadRates(host=10e9, ssd=1e9)
 """What one core copies and one SSD reads, about; only their ratio to the seconds of prefill matters."""
 
 
-@dataclass(slots=True)
-class Hold:
-    """A held group: the places it had in the orders, to be taken again unless it was used meanwhile."""
-
-    host: Priority | None
-    ssd: Priority | None
-    is_used: bool = False
-
-
 class Orders:
-    """One order a tier. ``head``: the master of a group, which stands for it."""
+    """One order a tier. ``head``: the master of a group, which stands for it.
+
+    A group that is held keeps its place, and is passed over when its turn comes: a lookup, which holds what it finds,
+    would else pay for two orders (0.45 instead of 0.3 ms for 64 finds, 1.3 at 1,000,000 caches).
+    """
 
     def __init__(self, host: EvictionOrder[Cache], ssd: EvictionOrder[Cache], rates: LoadRates) -> None:
         self.host = host
         self.ssd = ssd
         self._rates = rates
 
-    def leave(self, head: Cache) -> Hold:
-        """The group is held from now on."""
-        host = self.host.remove(head) if head in self.host else None
-        ssd = self.ssd.remove(head) if head in self.ssd else None
-        return Hold(host, ssd)
+    def pop_host(self) -> Cache | None:
+        """The group that goes next from the host; None if all are held. Those passed over come back by ``settle``."""
+        return _pop(self.host)
 
-    def enter(self, head: Cache, hold: Hold) -> None:
-        """Nobody holds the group any more: back to its places, or, if it was used, to new ones by its worth now."""
+    def pop_ssd(self) -> Cache | None:
+        """The group that goes next from the slab."""
+        return _pop(self.ssd)
+
+    def first_of_host(self, count: int) -> list[Cache]:
+        """Of the next ``count`` groups to go from the host, those that nobody holds."""
+        return [head for head in self.host.first(count) if not head.holds]
+
+    def settle(self, head: Cache, *, is_used: bool) -> None:
+        """Nobody holds the group any more: it keeps its places or, if it was used, gets new ones by its worth now."""
         group = group_of(head)  # no loop over tiers here: a lookup pays for every find
-        if group.host_bytes:
-            self._enter(self.host, head, None if hold.is_used else hold.host, group.host_bytes, self._rates.host)
-        if group.ssd_bytes:
-            self._enter(self.ssd, head, None if hold.is_used else hold.ssd, group.ssd_bytes, self._rates.ssd)
+        self._settle(self.host, head, group.host_bytes, self._rates.host, is_used)
+        if group.ssd_bytes or head in self.ssd:
+            self._settle(self.ssd, head, group.ssd_bytes, self._rates.ssd, is_used)
 
     @staticmethod
-    def _enter(order: EvictionOrder[Cache], head: Cache, before: Priority | None, size: int, rate: float) -> None:
-        if before is None:
+    def _settle(order: EvictionOrder[Cache], head: Cache, size: int, rate: float, is_used: bool) -> None:
+        is_there = head in order
+        if is_there and (is_used or not size):
+            order.remove(head)
+        if size and (is_used or not is_there):
             order.add(head, _worth(head, size, rate))
-        else:
-            order.restore(head, before)
-
-    def renew(self, head: Cache) -> None:
-        """A group that nobody holds is worth something else now: new places, as if it was just used."""
-        hold = self.leave(head)
-        hold.is_used = True
-        self.enter(head, hold)
 
     def update(self, head: Cache) -> None:
         """After a record of a group that nobody holds came to a tier or went; where it stays it keeps its place."""
-        group = group_of(head)
-        tiers = ((self.host, group.host_bytes, self._rates.host), (self.ssd, group.ssd_bytes, self._rates.ssd))
-        for order, size, rate in tiers:
-            if size and head not in order:
-                order.add(head, _worth(head, size, rate))
-            elif not size and head in order:
-                order.remove(head)
+        self.settle(head, is_used=False)
 
     def host_yields_to(self, cache: Cache) -> bool:
         """Would the group that goes next from the host go before that of ``cache``, if that came now?"""
         head = cache.head
         size = group_of(head).host_bytes + cache.record_bytes
         return self.host.yields_to(_worth(head, size, self._rates.host))
+
+
+def _pop(order: EvictionOrder[Cache]) -> Cache | None:
+    head = order.pop()
+    while head is not None and head.holds:
+        head = order.pop()
+    return head
 
 
 def _worth(head: Cache, size: int, rate: float) -> Worth:

@@ -304,7 +304,7 @@ class Ssd:
         room, dirty = self._tier.capacity_bytes - self._tier.used_bytes, list[Cache]()
         if room >= wanted:
             return dirty
-        for head in self._catalog.orders.host.first(AHEAD_GROUPS_MAX):
+        for head in self._catalog.orders.first_of_host(AHEAD_GROUPS_MAX):
             if room >= wanted:
                 break
             room += group_of(head).host_bytes

@@ -415,8 +415,11 @@ def _check_holds(node: Node, everything: Sequence[Cache]) -> None:
     assert not holds, "something is held that is not there"
     heads = {cache for cache in everything if cache.master is None}
     orders = node.catalog.orders
-    assert set(orders.host) == {cache for cache in heads if not cache.holds and _sum(cache, "is_on_host")}
-    assert set(orders.ssd) == {cache for cache in heads if not cache.holds and _sum(cache, "is_on_ssd")}
+    for order, where in ((orders.host, "is_on_host"), (orders.ssd, "is_on_ssd")):
+        in_order = set(order)
+        assert len(in_order) == len(order)
+        assert in_order <= heads
+        assert in_order - set(node.catalog.held) == {one for one in heads if not one.holds and _sum(one, where)}
     assert set(node.catalog.held) == {cache for cache in heads if cache.holds}
     for cache in heads:
         assert group_of(cache).host_bytes == _sum(cache, "is_on_host")
@@ -442,7 +445,7 @@ def _check_bytes(node: Node, published: Sequence[Cache]) -> None:
     assert totals.held_bytes == sum(cache.record_bytes for cache in (*published, *hidden) if cache.holds)
     everything = (*published, *hidden)
     nowhere = [cache for cache in everything if not (cache.is_on_host or cache.is_on_ssd)]
-    assert all(cache.is_hidden and cache in node.scrubber.held for cache in nowhere), "a cache is somewhere"
+    assert all(cache.is_hidden and cache.holds for cache in nowhere), "a cache is somewhere"
     on_host = [cache for cache in everything if cache.is_on_host]
     on_ssd = [cache for cache in everything if cache.is_on_ssd]
     assert (totals.host_caches, totals.host_bytes) == (len(on_host), sum(cache.record_bytes for cache in on_host))
