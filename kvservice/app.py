@@ -255,6 +255,10 @@ class LocalNode:
         """What ``work`` makes of the node, on the thread that owns it; for tests and measurements."""
         return self._thread.run(_on_loop(lambda: work(self._node)))
 
+    def run_on_loop(self, work: Awaitable[T]) -> T:
+        """The result of ``work``, run on the thread that owns the node; for tests and measurements."""
+        return self._thread.run(work)
+
     def stats(self) -> NodeDocument:
         """What the node holds and has done; see stats/document.py."""
         return self.on_loop(Node.stats_document)
