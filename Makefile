@@ -38,6 +38,7 @@ test-vllm: setup vllm-env
 
 # The nightly run is `make crash KILLS=500`; a failure prints the seed for SEED=.
 crash: setup
+	$(RUN)pytest tests/server/test_ssd_bit_flips.py -m crash --quiet
 	$(RUN)pytest tests/crash -m crash --kills $(KILLS) $(if $(SEED),--seed $(SEED))
 
 check: setup
