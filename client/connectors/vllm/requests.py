@@ -1,0 +1,48 @@
+"""The chain of keys of a request: from its tokens, and from what else decides its KV."""
+
+import logging
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from kvservice.client.connectors.vllm.chunks import ChunkChain
+from kvservice.client.connectors.vllm.request_extras import ExtrasReader
+from kvservice.model.identity import Namespace
+from kvservice.model.segment import digest
+
+log = logging.getLogger("vllm.kvservice")
+
+
+class ChainMaker:
+    """Makes chains for the requests of one engine. Used by one thread."""
+
+    def __init__(
+        self, namespaces: Sequence[Namespace], chunk_tokens: int, block_size: int, extras: ExtrasReader
+    ) -> None:
+        self._namespaces = tuple(namespaces)
+        self._chunk_tokens = chunk_tokens
+        self._block_size = block_size
+        self._extras = extras
+        self._reset = b""
+        self._told: set[str] = set()
+
+    def __call__(self, request: Any) -> ChunkChain | None:
+        """The chain of a vLLM ``Request``, empty yet; None if its KV cannot be named, which is logged once a reason."""
+        extras = self._extras.of(request)
+        refusal = extras.refusal
+        if getattr(request, "resumable", False):
+            refusal = "its prompt is streamed, so its tokens may change"
+        if refusal:
+            if refusal not in self._told and len(self._told) < 100:
+                self._told.add(refusal)
+                log.info("kvservice: a request is not reused: %s", refusal)
+            return None
+        extra = digest(b"kvservice reset\0", self._reset, extras.extra) if self._reset else extras.extra
+        return ChunkChain(self._namespaces, self._chunk_tokens, self._block_size, extra, extras.items)
+
+    def reset(self) -> None:
+        """From now on nothing stored before is found, and what is stored is this engine's only.
+
+        Who resets an engine's caches may have changed its weights: keys made of the old ones must not be used again.
+        """
+        self._reset = os.urandom(16)
