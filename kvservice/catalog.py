@@ -367,7 +367,7 @@ class Catalog:
                 self.hide(one)
 
     def _settle(self, cache: Cache) -> None:
-        if cache.is_hidden and not cache.holds and not cache.mirrors:
+        if cache.is_hidden and not cache.holds and not cache.mirrors and cache in self.hidden:
             self._forget(cache)
 
     def _forget(self, cache: Cache) -> None:

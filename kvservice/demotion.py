@@ -84,7 +84,7 @@ class Demotion:
         self._killer = killer
         self._clock = clock
         self._removals: deque[_Departure] = deque()
-        self._unerased: set[bytes] = set()
+        self._unerased: dict[bytes, Cache] = {}  # by name: what may still lie on the slab, whole
         self._marked = Counter[int]()
         self._removing: asyncio.Task[None] | None = None
         self._identity_turn = asyncio.Lock()
@@ -167,7 +167,7 @@ class Demotion:
             self._killer.reach(KillPoint.AFTER_DATA)
             await self._index.apply(PutRecord(entry))
         except BaseException:
-            await self._give_back(extent)
+            await self._give_back(extent, cache)
             raise
         self._killer.reach(KillPoint.AFTER_INDEX)
         self.admission.note_written(cache.record_bytes)
@@ -198,12 +198,13 @@ class Demotion:
             await self.settle()
         return None
 
-    async def _give_back(self, extent: Extent) -> None:
+    async def _give_back(self, extent: Extent, cache: Cache | None = None) -> None:
         """A place that was not written to its end. Without its first block no scan finds what did get there."""
         try:
             await self._worker.run(partial(self._slab.erase, extent))
         except DiskError as error:
             self._keep_out(extent, error)
+            self._unerased |= {} if cache is None else {_name(cache): cache}
         else:
             self._slab.free(extent)
 
@@ -263,7 +264,7 @@ class Demotion:
         records = [one.removal.extent for one in batch]
         failures = await self._worker.run(partial(_erase_all, self._slab, records))
         self._killer.reach(KillPoint.AFTER_ERASE)
-        left = {_name(one.removal.cache) for one in batch if one.removal.extent in failures}
+        left = {_name(one.removal.cache): one.removal.cache for one in batch if one.removal.extent in failures}
         self._unerased |= left
         notes = [one.note.extent for one in batch if one.note is not None and one.note.payload not in left]
         failures |= await self._worker.run(partial(_erase_all, self._slab, notes)) if notes else {}
@@ -301,6 +302,9 @@ class Demotion:
         out_of_sight = (*self._catalog.hidden, *self._catalog.superseded.old, *self.writing)
         for one in (*caches, *(one for one in out_of_sight if one.is_hidden and is_meant(one))):
             named[_name(one)][one] = None
+        for name, one in self._unerased.items():
+            if is_meant(one):
+                named.setdefault(name, {})
         found = []
         for name, ones in named.items():
             self._slab.next_sequence()  # of a record that is written later: see write
@@ -328,9 +332,13 @@ class Demotion:
             await self._put_tombstone(staying, burial.tombstone)
             for one in staying:
                 await self._drop_idle_tombstone(one)
-        if burial.name in self._unerased:
-            await self._write_note(NoteKind.TOMBSTONE, burial.name, burial.tombstone)
-            self._unerased.discard(burial.name)
+        unerased = self._unerased.pop(burial.name, None)
+        if unerased is not None:
+            try:
+                await self._write_note(NoteKind.TOMBSTONE, burial.name, burial.tombstone)
+            except BaseException:
+                self._unerased[burial.name] = unerased
+                raise
 
     def _is_on_slab(self, cache: Cache) -> bool:
         return cache.is_on_ssd or cache in self._catalog.superseded.old

@@ -125,6 +125,8 @@ def recover(
         boot_epoch = epochs.next(wall_clock_ns())
         write_epoch(disk, boot_epoch)
         found = _look(slab, said)
+        if said.kind in (RecoveryKind.CHECKED, RecoveryKind.REBUILT):
+            slab.sync()  # a killed process may not have come to that, and the index is about to vouch for what it wrote
         decisions = plan_recovery(found.records, found.notes)
         _erase(slab, found, decisions)
         before_index()

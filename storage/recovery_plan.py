@@ -87,7 +87,8 @@ def plan_recovery(records: Sequence[SsdEntry], notes: Iterable[Note]) -> Decisio
         mirrors = {master_id(record) for record in known if record.meta.master is not None}
         dropped += [(record, _reason(record, masters, mirrors, found.tombstones)) for record in rest]
     kept_notes = found.needed_by(entries)
-    identities = {namespace: found.identities[namespace] for namespace in {entry.meta.namespace for entry in entries}}
+    namespaces = dict.fromkeys(entry.meta.namespace for entry in entries)  # in an order that a seed repeats
+    identities = {namespace: found.identities[namespace] for namespace in namespaces}
     return Decisions(entries, kept_notes, identities, dropped, found.without(kept_notes))
 
 

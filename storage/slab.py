@@ -253,10 +253,7 @@ class Slab:
         return SlabScan(self._file, self.uuid, known, self.continue_behind)
 
     def claim_free(self, start: int = 0) -> Extent | None:
-        """Reserve the first free stretch that begins at ``start`` or behind, for ``punch``; free it again.
-
-        None if there is no more, or the file system takes nothing back.
-        """
+        """Reserve the first free stretch from ``start`` on, for ``punch``; None if no more can be given back."""
         stretches = self._allocator.free_stretches() if self._can_punch else iter(())
         found = next((one for one in stretches if one[0] >= start), None)
         if found is None:

@@ -1,6 +1,7 @@
 """What was deleted stays deleted, whatever else of its key is on the slab, under way, or cannot be erased."""
 
 import asyncio
+import random
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -11,9 +12,19 @@ from kvservice.model.cache import CacheMeta
 from kvservice.model.errors import DiskError
 from kvservice.ssd import Workers
 from kvservice.worker import InlineWorker
-from tests.server.builders import Client, GatedWorker, cache_of, diff_of, make_meta, make_planes, make_relative
+from tests.server.builders import (
+    Client,
+    GatedWorker,
+    cache_of,
+    diff_of,
+    make_meta,
+    make_planes,
+    make_relative,
+    until_parked,
+)
 from tests.server.ssd_world import SsdWorld, assert_all_read, leave_host, where, written
-from tests.server.test_ssd import IDENTITY, Stored, store_group
+from tests.server.test_ssd import IDENTITY, Stored, store_dense, store_group
+from tests.simulation.world import SimIndex, SimPlace
 from tests.storage.faulty_disk import NO_FAULTS, Faults
 
 T = TypeVar("T")
@@ -259,9 +270,53 @@ async def test_a_key_that_is_held_no_more_is_deleted_from_the_slab_all_the_same(
         await written(world)
         world.writes.is_open = False
         await elect(client, stored)
-        world.node.catalog.hide(cache_of(world, stored[0][0]))  # type: ignore[arg-type]  as an eviction would
+        cache = cache_of(world, stored[0][0])
+        assert cache is not None
+        world.node.catalog.hide(cache)  # as an eviction would
         deleting = asyncio.create_task(client.delete(stored[0][0]))
         await until_acknowledged(deleting, world.writes)
         assert deleting.result() == 0
         async with await killed(world) as again:
             await assert_gone(again, stored[0][0])
+
+
+async def test_a_record_that_an_eviction_could_not_erase_does_not_outlive_the_delete_of_its_key() -> None:
+    world = SsdWorld()
+    async with world:
+        client = world.client()
+        ((meta, _),) = await store_dense(client, 1)
+        await written(world)
+        world.disk.faults = Faults(write_error=1.0)
+        world.node.catalog.evict_ssd()
+        await world.ssd.demotion.settle()
+        world.node.catalog.evict_host()
+        assert where(world, meta) == "none"
+        world.disk.faults = NO_FAULTS
+        assert await client.delete(meta) == 0
+        async with await killed(world) as again:
+            await assert_gone(again, meta)
+
+
+async def test_a_record_that_was_written_in_vain_and_could_not_be_erased_does_not_outlive_its_cache() -> None:
+    index, inline = GatedWorker(), InlineWorker()
+    place = SimPlace(random.Random(1))
+    world = SsdWorld(place=place, workers=Workers(inline, inline, index, inline))
+    async with world:
+        client = world.client()
+        ((meta, _),) = await store_dense(client, 1)
+        await until_parked(index)
+        index.release()  # the identity's change
+        await until_parked(index)
+        place.refusal, world.disk.faults = 1.0, Faults(write_error=1.0)
+        index.release()  # the record's, after its data
+        await turns()
+        assert where(world, meta) == "host"
+        assert isinstance(place.index, SimIndex)
+        place.refusal, place.index.is_failed, world.disk.faults = 0.0, False, NO_FAULTS
+        deleting = asyncio.create_task(client.delete(meta))
+        await turns()
+        while index.parked:
+            index.release()
+        assert await deleting == 1
+        async with await killed(world) as again:
+            await assert_gone(again, meta)

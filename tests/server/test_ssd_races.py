@@ -1,13 +1,28 @@
 """Bugs that the simulation met: what happens between two steps of the SSD tier. One test a bug."""
 
 import asyncio
+import random
 
-from kvservice.ssd import Workers
+import pytest
+
+from kvservice.ssd import SsdPolicy, Workers
+from kvservice.storage.slab import SLAB_NAME
 from kvservice.wire.v1 import cache_pb2 as wire
 from kvservice.worker import InlineWorker
 from tests.server.builders import GatedWorker, cache_of, equal_planes, make_meta, make_planes, query, until_parked
-from tests.server.ssd_world import SsdWorld, arrived, leave_host, read_back, where, written
+from tests.server.ssd_world import (
+    SsdWorld,
+    arrived,
+    assert_all_read,
+    end_tasks,
+    leave_host,
+    read_back,
+    where,
+    written,
+)
 from tests.server.test_ssd import IDENTITY, store_dense, store_group
+from tests.simulation.world import SimPlace
+from tests.storage.faulty_disk import NO_FAULTS, Faults
 
 SLOT = 12288
 """What a dense record of the builders takes of the arena."""
@@ -109,3 +124,48 @@ async def test_what_is_deleted_while_the_scrubber_reads_it_is_no_error() -> None
         assert await looking, "nothing wrong was seen"
         assert world.node.counters.corrupt == {"host": 0, "ssd": 0}
         world.check()
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_what_a_start_found_after_a_kill_survives_a_power_failure(seed: int) -> None:
+    inline, index, chance = InlineWorker(), GatedWorker(), random.Random(seed)
+    world = SsdWorld(seed=seed, place=SimPlace(chance, is_durable=True), workers=Workers(inline, inline, index, inline))
+    async with world:
+        stored = await store_dense(world.client(), 1)
+        await until_parked(index)
+        index.release()  # the identity's note; the record itself is on the slab soon, and in no index
+        for _ in range(30):
+            await asyncio.sleep(0)
+        await world.kill()
+    async with world.again(policy=SsdPolicy(is_durable=True)) as again:
+        assert where(again, stored[0][0]) == "ssd"
+        again.disk, dead = again.disk.crash(), again.disk
+        assert dead is not again.disk
+        again.is_dead = True
+        await end_tasks()
+    async with again.again() as third:
+        await assert_all_read(third, third.client(), IDENTITY, stored)
+
+
+async def test_a_staged_copy_whose_record_went_wrong_on_ssd_meanwhile_goes_with_its_lease() -> None:
+    async with SsdWorld(arena_bytes=SLOT + SLOT, staging_bytes=SLOT) as world:
+        client = world.client()
+        stored = [(make_meta(IDENTITY, name), make_planes(seed=name)) for name in range(2)]
+        for meta, planes in stored:
+            await client.store(meta, planes)
+            await written(world)
+        await leave_host(world, *(meta for meta, _ in stored))
+        leases = [(await client.find(meta))[1] for meta, _ in stored]
+        for lease in leases:
+            await arrived(client, lease)
+        cache = cache_of(world, stored[1][0])
+        assert cache is not None
+        assert cache.offset >= world.node.tier.staging_offset
+        world.disk.raw(SLAB_NAME)[cache.ssd_offset + 5000] ^= 1
+        world.disk.faults = Faults(write_error=1.0)
+        assert not await world.ssd.scrubber.check(cache)
+        assert where(world, stored[1][0]) == "host"
+        assert await client.release(*leases) == 2
+        world.check()
+        assert where(world, stored[1][0]) == "none"
+        world.disk.faults = NO_FAULTS

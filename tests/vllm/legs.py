@@ -24,7 +24,14 @@ CHUNK = 64
 
 Prompts = list[list[int]]
 HISTORY = "The lighthouse keeper wrote every evening what the sea had brought him. " * 12
-TEXTS = [HISTORY + ending for ending in ("One day he found", "The capital of France is", "In winter, he")]
+TEXTS = [
+    HISTORY + "He counts: 1, 2, 3, 4, 5, 6, 7,",
+    HISTORY + "His week is Monday, Tuesday, Wednesday,",
+    HISTORY + "He writes a, b, c, d, e, f,",
+]
+"""Prompts with one likely continuation: what is loaded is exact, but vLLM's matrix products round by the number of
+rows in a call, and fewer rows are left to compute after a load; a tie between two words would fall either way."""
+SAID = ("8, 9", "Thursday", "g, h")
 
 
 def make_prompts(count: int = 4, *, tokens: int = 200, shared: int = 100, seed: int = 0) -> Prompts:

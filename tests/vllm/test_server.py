@@ -14,7 +14,7 @@ import pytest
 
 from tests.client.builders import free_port
 from tests.vllm.engine_leg import CONNECTOR
-from tests.vllm.legs import ROOT, TEXTS, ServiceProcess, environment, running_service
+from tests.vllm.legs import ROOT, SAID, TEXTS, ServiceProcess, environment, running_service
 
 START_TIMEOUT_S = 240
 
@@ -31,7 +31,7 @@ class Server:
             return text
 
     def complete(self, prompt: str) -> str:
-        body = {"model": "smol", "prompt": prompt, "max_tokens": 24, "temperature": 0}
+        body = {"model": "smol", "prompt": prompt, "max_tokens": 12, "temperature": 0}
         request = urllib.request.Request(
             self._url + "/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
@@ -107,5 +107,5 @@ def test_a_second_server_says_the_same_and_loads(smollm2_model: Path, tmp_path: 
             said["second"] = answers(server)
             assert settled(server, "tokens_loaded") > 100
             assert server.metric("loads_failed") == 0
-    assert "Paris" in said["plain"][1]
+    assert all(word in text for word, text in zip(SAID, said["plain"], strict=True))
     assert said["first"] == said["second"] == said["plain"]
