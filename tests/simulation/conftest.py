@@ -7,9 +7,7 @@ FAULTS, FLIPS = 1500, 25
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--faults", type=int, default=FAULTS, help="faults of the disk that are injected, at least")
-    parser.addoption(
-        "--flips", type=int, default=FLIPS, help="bits that are flipped in every structure"
-    )
+    parser.addoption("--flips", type=int, default=FLIPS, help="bits that are flipped in every structure")
 
 
 @pytest.fixture
