@@ -127,7 +127,7 @@ def recover(
         found = _look(slab, said)
         if said.kind in (RecoveryKind.CHECKED, RecoveryKind.REBUILT):
             slab.sync()  # a killed process may not have come to that, and the index is about to vouch for what it wrote
-        decisions = plan_recovery(found.records, [*found.notes, *_written_anew(slab, found.lost_notes)])
+        decisions = plan_recovery(found.records, found.notes)
         _erase(slab, found, decisions)
         before_index()
         _repair(place, said, decisions)
@@ -248,15 +248,6 @@ def _look(slab: Slab, said: _Said) -> FoundThings:
     if said.kind is RecoveryKind.NEW:
         return FoundThings()
     return search_slab(slab, said.entries, said.notes)
-
-
-def _written_anew(slab: Slab, notes: Sequence[Note]) -> Iterator[Note]:
-    """Notes that the index knows and the slab lost: without them a namespace's caches go, or deleted ones come back."""
-    for note in notes:
-        anew = slab.reserve_note(note.kind, note.payload, note.sequence)
-        if anew is not None:
-            slab.put_note(anew)
-            yield anew
 
 
 def _erase(slab: Slab, found: FoundThings, decisions: Decisions) -> None:

@@ -33,15 +33,13 @@ moments. Older ones reached the device, or a reader will find that they did not:
 class FoundThings:
     """What lies on a slab, in places that do not overlap and are reserved. ``torn``: written, but not to the end.
 
-    ``lost``: how many things of the index are not there; ``lost_notes``: those of them that the index knows whole.
-    ``verified``: records read in full.
+    ``lost``: how many things of the index are not there. ``verified``: records read in full.
     """
 
     records: list[SsdEntry] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
     torn: list[SsdEntry] = field(default_factory=list)
     lost: int = 0
-    lost_notes: list[Note] = field(default_factory=list)
     verified: int = 0
     scanned_bytes: int = 0
     unreadable_blocks: int = 0
@@ -61,8 +59,6 @@ def search_slab(slab: Slab, entries: Iterable[SsdEntry], notes: Iterable[Note]) 
             case Lost():
                 log.info("the index names %s, and the slab does not have it: %s", one.extent, one.reason)
                 found.lost += 1
-                thing = said[one.extent.offset]
-                found.lost_notes += [thing] if isinstance(thing, Note) else []
             case FoundNote(note):
                 found.notes.append(note)
             case FoundRecord():

@@ -14,7 +14,7 @@ MIB = 1 << 20
 KILL_AFTER_S = (0.05, 1.5)
 START_KILL_AFTER_S = (0.2, 0.9)
 """Most of a start is imports; what it does in the folder takes some 50 ms near the end."""
-SLAB_GROWTH_MAX = 3
+SLAB_GROWTH_MAX = 2
 """Times the smallest first slab: a long run must not scan gigabytes at each of its starts."""
 POINT_TIMEOUT_S = 6.0
 """A point that was not reached by then is given up, and the service is killed at that random moment."""

@@ -6,8 +6,7 @@ import random
 import pytest
 
 from kvservice.ssd import SsdPolicy, Workers
-from kvservice.storage.slab import SLAB_NAME, NoteKind
-from kvservice.storage.ssd_index import NaivePlace
+from kvservice.storage.slab import SLAB_NAME
 from kvservice.wire.v1 import cache_pb2 as wire
 from kvservice.worker import InlineWorker
 from tests.server.builders import GatedWorker, cache_of, equal_planes, make_meta, make_planes, query, until_parked
@@ -170,24 +169,3 @@ async def test_a_staged_copy_whose_record_went_wrong_on_ssd_meanwhile_goes_with_
         world.check()
         assert where(world, stored[1][0]) == "none"
         world.disk.faults = NO_FAULTS
-
-
-@pytest.mark.parametrize("kind", NoteKind)
-async def test_a_note_that_went_wrong_on_the_slab_is_written_anew_from_the_index(kind: NoteKind) -> None:
-    world = SsdWorld()
-    async with world:
-        client = world.client()
-        stored = await store_group(client)
-        await written(world)
-        await client.delete(stored[0][0])
-        (note,) = (note for note in world.opened.index.notes() if note.kind is kind)
-        await world.kill()
-    world.disk.raw(SLAB_NAME)[note.extent.offset + 60] ^= 1
-    for _ in range(2):
-        async with world.again() as world:
-            assert where(world, stored[0][0]) == "none"
-            assert len(world.opened.index.notes()) == 2
-            world.check()
-            await assert_all_read(world, world.client(), IDENTITY, stored[1:])
-            await world.kill()
-        world.place = NaivePlace()  # the second start has the slab only
