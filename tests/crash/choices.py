@@ -107,7 +107,7 @@ class Plans:
     def next(self) -> Plan:
         if not self._deck:
             self._deck = [self._at(point) for point in KillPoint]
-            self._deck += [self._random() for _ in range(len(self._deck) + 2)]
+            self._deck += [self._random() for _ in range(len(self._deck))]
             self._deck += [Plan(Death.IN_START, self._rng.uniform(*START_KILL_AFTER_S)) for _ in range(2)]
             self._deck += [Plan(Death.IN_STOP, self._rng.uniform(0, 0.2)), Plan(Death.STOP), Plan(Death.STOP)]
             self._rng.shuffle(self._deck)
