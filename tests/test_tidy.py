@@ -6,6 +6,8 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.parsing import parse
+
 ROOT = Path(__file__).resolve().parent.parent
 FUNCTION_LINES_MAX = 60
 FILE_LINES_MAX = 420
@@ -38,7 +40,7 @@ def own_python() -> list[Path]:
 
 
 def functions(path: Path) -> Iterator[tuple[str, int]]:
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parse(path.read_text())):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield f"{path.relative_to(ROOT)}:{node.lineno} {node.name}", (node.end_lineno or 0) - node.lineno + 1
 
@@ -71,7 +73,7 @@ def test_no_banned_text() -> None:
 def test_every_module_says_what_it_is() -> None:
     for path in own_python():
         text = path.read_text()
-        assert not text or ast.get_docstring(ast.parse(text)), path
+        assert not text or ast.get_docstring(parse(text)), path
 
 
 def test_text_files_end_with_one_newline_and_hold_no_tabs_or_trailing_spaces() -> None:
