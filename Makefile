@@ -8,7 +8,7 @@ SEED ?=
 RUN := PYTHONSAFEPATH=1 $(VENV)/bin/
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo serve test crash vllm-env test-vllm check proto bench lock clean
+.PHONY: setup demo serve test crash simulation vllm-env test-vllm check proto bench lock clean
 
 setup: $(STAMP)
 
@@ -40,6 +40,10 @@ test-vllm: setup vllm-env
 crash: setup
 	$(RUN)pytest tests/server/test_ssd_bit_flips.py -m crash --quiet
 	$(RUN)pytest tests/crash -m crash --kills $(KILLS) $(if $(SEED),--seed $(SEED))
+
+# The nightly run of the simulated node: half an hour to an hour and a half.
+simulation: setup
+	$(RUN)pytest tests/simulation --capture=no --faults 100000 --lives 1000 --flips 300
 
 check: setup
 	$(RUN)ruff check .

@@ -6,7 +6,7 @@ reads it. Nothing here may fail a client: what cannot be written stays where it 
 
 import asyncio
 import logging
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +29,7 @@ from kvservice.storage.slab import Slab
 from kvservice.storage.slab_format import Note, NoteKind, Stamp, tombstone_payload
 from kvservice.storage.ssd_entry import SsdEntry
 from kvservice.storage.ssd_index import Change, PutNote, PutRecord, RemoveNote, RemoveRecord
+from kvservice.tombstones import Burial, Tombstones
 from kvservice.worker import Worker
 
 _LOG = logging.getLogger(__name__)
@@ -36,24 +37,11 @@ REMOVALS_MAX = 64
 """Records that are erased before their index entries go in one batch."""
 
 
-@dataclass(frozen=True, slots=True)
-class Burial:
-    """A deleted key, by its ``name``, and the caches whose records may be on the slab, or may get there.
-
-    ``tombstone``: the sequence number of its tombstone, should it need one.
-    """
-
-    name: bytes
-    tombstone: int
-    caches: tuple[Cache, ...]
-
-
 class Demotion:
     """Writes caches to the slab, one group member after the other, and erases. Owned by the loop.
 
     ``writing``: caches that are being written, each by a task that goes on to its end whoever waits for it.
-    ``is_index_true``: no removal failed half way, so the index names nothing that is not there. ``tombstones``: of
-    records on the slab that nobody may find; those of one key may share one.
+    ``is_index_true``: no removal failed half way, so the index names nothing that is not there.
     """
 
     def __init__(
@@ -72,7 +60,7 @@ class Demotion:
         self.writing: dict[Cache, asyncio.Task[bool]] = {}
         self.identities: set[Namespace] = set()
         self.is_index_true = True
-        self.tombstones: dict[Cache, Note] = {}
+        self.tombstones = Tombstones()
         self.admission = admission
         self._slab = slab
         self._index = index
@@ -85,7 +73,6 @@ class Demotion:
         self._clock = clock
         self._removals: deque[_Departure] = deque()
         self._unerased: dict[bytes, Cache] = {}  # by name: what may still lie on the slab, whole
-        self._marked = Counter[int]()
         self._removing: asyncio.Task[None] | None = None
         self._identity_turn = asyncio.Lock()
 
@@ -160,7 +147,7 @@ class Demotion:
         if extent is None:
             self.admission.refuse(NotAdmitted.NO_ROOM)
             return False
-        started_s, view = self._clock(), self._tier.view(cache.extent)
+        started_s, view, failed_syncs = self._clock(), self._tier.view(cache.extent), self._index.failed_syncs
         try:
             job = partial(_write, self._slab, extent, view, sequence, cache.generation)
             entry = await self._worker.run(partial(job, cache.prefill_s))
@@ -170,6 +157,9 @@ class Demotion:
             await self._give_back(extent, cache)
             raise
         self._killer.reach(KillPoint.AFTER_INDEX)
+        if self._index.failed_syncs != failed_syncs:
+            self.remove(Removal(cache, extent))
+            raise DiskError(f"cache {cache}: a sync failed while it was written, so it may not outlast a power failure")
         self.admission.note_written(cache.record_bytes)
         return self._conclude(cache, extent, self._clock() - started_s)
 
@@ -229,19 +219,24 @@ class Demotion:
             await self.settle()
             note = self._slab.reserve_note(kind, payload, sequence)
         assert note is not None
+        failed_syncs = self._index.failed_syncs
         try:
             await self._worker.run(partial(self._slab.put_note, note))
             await self._index.apply(PutNote(note))
         except BaseException:
             await self._give_back(note.extent)
             raise
+        if self._index.failed_syncs != failed_syncs:
+            await self._give_back(note.extent)
+            await self._index.apply(RemoveNote(note.extent.offset))
+            raise DiskError("a sync failed while a note was written, so it may not outlast a power failure; try again")
         return note
 
     # Removing
 
     def remove(self, removal: Removal, *, is_kept_out: bool = False) -> None:
         """Erase a record from the slab and the index, soon, and then its tombstone; its place is free after that."""
-        self._removals.append(_Departure(removal, self._unmark(removal.cache), is_kept_out))
+        self._removals.append(_Departure(removal, self.tombstones.release(removal.cache), is_kept_out))
         if self._removing is None or self._removing.done():
             self._removing = asyncio.get_running_loop().create_task(self._drain_removals())
 
@@ -261,15 +256,20 @@ class Demotion:
 
     async def _remove_batch(self, batch: Sequence["_Departure"]) -> None:
         """Tombstones go after all records; where one cannot be erased, its key's tombstone stays."""
-        records = [one.removal.extent for one in batch]
+        records, failed_syncs = [one.removal.extent for one in batch], self._index.failed_syncs
         failures = await self._worker.run(partial(_erase_all, self._slab, records))
         self._killer.reach(KillPoint.AFTER_ERASE)
-        left = {_name(one.removal.cache): one.removal.cache for one in batch if one.removal.extent in failures}
-        self._unerased |= left
+        left = {_name(one.removal.cache) for one in batch if one.removal.extent in failures}
+        doubtful = self._doubt(batch, left)
         notes = [one.note.extent for one in batch if one.note is not None and one.note.payload not in left]
-        failures |= await self._worker.run(partial(_erase_all, self._slab, notes)) if notes else {}
+        if notes:
+            await self._index.sync()  # the device must not take the tombstones' end before that of what they bury
+            failures |= await self._worker.run(partial(_erase_all, self._slab, notes))
         changes: list[Change] = [_without(one.removal) for one in batch]
         await self._index.apply(*changes, *(RemoveNote(extent.offset) for extent in notes))
+        if self._index.failed_syncs == failed_syncs:
+            for name in doubtful:
+                self._unerased.pop(name, None)
         kept_out = {one.removal.extent for one in batch if one.is_kept_out}
         for extent in (*records, *notes):
             if extent in kept_out:
@@ -279,6 +279,13 @@ class Demotion:
             else:
                 self._slab.free(extent)
                 self._counters.demotions.erased += 1
+
+    def _doubt(self, batch: Sequence["_Departure"], left: set[bytes]) -> set[bytes]:
+        """Note what may still be found by a start; returns the names that are cleared if all of it is synced."""
+        names = {_name(one.removal.cache): one.removal.cache for one in batch}
+        doubtful = names.keys() - left - self._unerased.keys() if self._index.is_durable else set[bytes]()
+        self._unerased |= {name: cache for name, cache in names.items() if name in left or name in doubtful}
+        return doubtful
 
     def _keep_out(self, extent: Extent, error: DiskError) -> None:
         self.is_index_true = False  # it may hold a whole record that the index does not name: the next start must look
@@ -332,13 +339,8 @@ class Demotion:
             await self._put_tombstone(staying, burial.tombstone)
             for one in staying:
                 await self._drop_idle_tombstone(one)
-        unerased = self._unerased.pop(burial.name, None)
-        if unerased is not None:
-            try:
-                await self._write_note(NoteKind.TOMBSTONE, burial.name, burial.tombstone)
-            except BaseException:
-                self._unerased[burial.name] = unerased
-                raise
+        if burial.name in self._unerased:  # it stays there: of several such records this may not bury the last
+            await self._write_note(NoteKind.TOMBSTONE, burial.name, burial.tombstone)
 
     def _is_on_slab(self, cache: Cache) -> bool:
         return cache.is_on_ssd or cache in self._catalog.superseded.old
@@ -347,27 +349,11 @@ class Demotion:
         """One for all that is on the slab of one key, or is about to be."""
         note = await self._write_note(NoteKind.TOMBSTONE, _name(caches[0]), sequence)
         for cache in caches:
-            self.mark(cache, note)
-
-    def mark(self, cache: Cache, note: Note) -> None:
-        """A note on the slab is the tombstone of the cache's record there."""
-        self.tombstones[cache] = note
-        self._marked[note.extent.offset] += 1
-
-    def _unmark(self, cache: Cache) -> Note | None:
-        """The cache's record goes: its tombstone, if it has one that no other record needs."""
-        note = self.tombstones.pop(cache, None)
-        if note is None:
-            return None
-        self._marked[note.extent.offset] -= 1
-        if self._marked[note.extent.offset]:
-            return None
-        del self._marked[note.extent.offset]
-        return note
+            self.tombstones.add(cache, note)
 
     async def _drop_idle_tombstone(self, cache: Cache) -> None:
         """Its record is not on the slab, or went while the tombstone was written."""
-        note = None if self._is_on_slab(cache) else self._unmark(cache)
+        note = None if self._is_on_slab(cache) else self.tombstones.release(cache)
         if note is not None:
             await self.settle()  # the record goes first
             await self._give_back(note.extent)

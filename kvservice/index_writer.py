@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from kvservice.model.errors import DiskError
 from kvservice.storage.ssd_index import Change, Index
 from kvservice.worker import Worker
 
@@ -16,11 +17,16 @@ BATCH_MAX = 256
 
 
 class IndexWriter:
-    """Owned by the loop. ``before_batch`` runs on the worker before every batch: the sync of a durable slab."""
+    """Owned by the loop. ``before_batch`` runs on the worker before every batch: the sync of a durable slab.
+
+    ``failed_syncs``: after one of them what had been written before may never reach the device, whatever the next says.
+    """
 
     def __init__(self, index: Index, worker: Worker, before_batch: Callable[[], None] | None = None) -> None:
         self._index = index
         self._worker = worker
+        self.is_durable = before_batch is not None
+        self.failed_syncs = 0
         self._before_batch = before_batch
         self._waiting: deque[tuple[Sequence[Change], asyncio.Future[None]]] = deque()
         self._task: asyncio.Task[None] | None = None
@@ -48,9 +54,22 @@ class IndexWriter:
                 _settle(batch, None)
 
     def _write(self, changes: Sequence[Change]) -> None:
-        if self._before_batch is not None:
-            self._before_batch()
+        self._sync()
         self._index.apply(changes)
+
+    async def sync(self) -> None:
+        """Do what comes before every batch, without one."""
+        if self.is_durable:
+            await self._worker.run(self._sync)
+
+    def _sync(self) -> None:
+        if self._before_batch is None:
+            return
+        try:
+            self._before_batch()
+        except DiskError:
+            self.failed_syncs += 1
+            raise
 
     async def stop(self) -> None:
         """Wait until all that was asked for is applied."""

@@ -13,7 +13,7 @@ from functools import partial
 from kvservice.allocation import Allocation
 from kvservice.caches import Cache, group_of
 from kvservice.catalog import Catalog
-from kvservice.demotion import Burial, Demotion
+from kvservice.demotion import Demotion
 from kvservice.index_writer import IndexWriter
 from kvservice.killpoints import Killer
 from kvservice.limits import NodeLimits
@@ -28,6 +28,7 @@ from kvservice.storage.disk import Disk
 from kvservice.storage.rate import ByteRate
 from kvservice.storage.recovery import Opened, mark_clean
 from kvservice.storage.slab_format import NoteKind, tombstone_payload
+from kvservice.tombstones import Burial
 from kvservice.worker import ThreadWorker, Worker
 
 _LOG = logging.getLogger(__name__)
@@ -146,7 +147,7 @@ class Ssd:
         for note in self.opened.notes:
             for cache, sequence in deleted[note.payload].items() if note.kind is NoteKind.TOMBSTONE else ():
                 if sequence < note.sequence:
-                    self.demotion.mark(cache, note)
+                    self.demotion.tombstones.add(cache, note)
                     self._catalog.hidden[cache] = note.sequence
         for cache in (cache for caches in deleted.values() for cache in caches):
             self._catalog.settle(cache)

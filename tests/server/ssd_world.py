@@ -96,11 +96,14 @@ async def end_tasks() -> None:
 
     None is cancelled before its first step: a job that never began would be waited for in vain.
     """
-    begun = set[asyncio.Task[Any]]()
+    begun, ended = set[asyncio.Task[Any]](), set[asyncio.Task[Any]]()
     for _ in range(1000):
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         if not tasks:
+            for task in ended:
+                task.cancelled() or task.exception()  # seen: nobody hears a dead process
             return
+        ended |= tasks
         for task in tasks & begun:
             task.cancel()
         begun = tasks

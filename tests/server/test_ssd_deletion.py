@@ -320,3 +320,30 @@ async def test_a_record_that_was_written_in_vain_and_could_not_be_erased_does_no
         assert await deleting == 1
         async with await killed(world) as again:
             await assert_gone(again, meta)
+
+
+async def test_a_delete_that_is_tried_again_buries_nothing_that_came_after_it_and_leaves_that_to_the_next() -> None:
+    world = SsdWorld()
+    async with world:
+        client = world.client()
+        stored = await store_group(client, mirrors=1)
+        await written(world)
+        world.disk.faults = Faults(write_error=1.0)
+        with pytest.raises(DiskError):
+            await client.delete(stored[0][0])
+        world.disk.faults = NO_FAULTS
+        await client.store(stored[0][0], make_planes(seed=9))
+        await written(world)
+        assert where(world, stored[0][0]) == "both"
+        world.disk.faults = Faults(write_error=1.0)
+        cache = cache_of(world, stored[0][0])
+        assert cache is not None
+        world.node.catalog.drop_ssd(cache)  # as an eviction would, and its record cannot be erased
+        await world.ssd.demotion.settle()
+        world.disk.faults = NO_FAULTS
+        await client.delete(make_meta(IDENTITY, "another"))  # tries the first one again
+        assert where(world, stored[0][0]) == "host"
+        await client.delete(stored[0][0])
+        async with await killed(world) as again:
+            await assert_gone(again, stored[0][0])
+            await assert_all_read(again, again.client(), IDENTITY, stored[1:])

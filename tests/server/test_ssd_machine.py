@@ -142,7 +142,7 @@ class SsdMachine(RuleBasedStateMachine):
         assert self.walk is not None
         self.run(self.walk.read_everything())
 
-    @rule(seed=st.integers(0, 2**32 - 1), steps=st.integers(1, 80), ends=st.sampled_from([KILLED, SHAKEN]))
+    @rule(seed=st.integers(0, 2**32 - 1), steps=st.integers(1, 150), ends=st.sampled_from([KILLED, SHAKEN]))
     def much_happens(self, seed: int, steps: int, ends: Sequence[End]) -> None:
         """Hypothesis makes short stories; old forms, tombstones and full slabs take long ones."""
         self.run(self._much_happens(random.Random(seed), steps, ends))
@@ -174,13 +174,7 @@ class SsdMachine(RuleBasedStateMachine):
         asyncio.set_event_loop(None)
 
     async def _end(self, walk: Walk) -> None:
-        await walk.rest()
-        await walk.read_everything()
-        while walk.leases:
-            await walk.release(0)
-        await walk.delete(range(len(METAS)))
-        await walk.rest()
-        walk.world.check_emptied()
+        await walk.empty()
         await walk.world.stop()
 
 
@@ -189,6 +183,6 @@ async def _begun(ground: Ground) -> Walk:
 
 
 SsdMachine.TestCase.settings = settings(
-    max_examples=25, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=40, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
 )
 test_any_order_of_calls_and_ends = SsdMachine.TestCase

@@ -102,7 +102,8 @@ class Walk:
     """Steps of one life on one ground, from inside a running loop. Numbers are indices of METAS.
 
     ``versions``: what a lookup may find. ``ghosts``: what was deleted. ``counts``: what was seen, by name.
-    ``may_be_torn``: power was lost, and nothing had been synced.
+    ``may_be_torn``: power was lost, and nothing had been synced. ``syncs_failed_before``: this boot; what an
+    earlier one wrote then is read, and is not on the device, and no later sync says so.
     """
 
     def __init__(self, ground: Ground, promise: Promise = STRICT) -> None:
@@ -111,7 +112,7 @@ class Walk:
         self.ghosts: dict[CacheKey, list[Version]] = {meta.key: [] for meta in METAS}
         self.leases: list[Leased] = []
         self.tasks: set[asyncio.Task[None]] = set()
-        self.may_be_torn = False
+        self.may_be_torn, self.syncs_failed_before = False, 0
         self.counts = dict.fromkeys(("hits", "failed_reads", "failed_deletes", "failed_boots", "formatted"), 0)
         self._begin_boot()
 
@@ -319,6 +320,16 @@ class Walk:
                 self.leases.remove(leased)
                 await self.client.release(leased.id)
 
+    async def empty(self) -> None:
+        """Read it all, end all leases, delete it all: nothing is left, in no tier."""
+        await self.rest()
+        await self.read_everything()
+        while self.leases:
+            await self.release(0)
+        await self.delete(range(len(METAS)))
+        await self.rest()
+        self.world.check_emptied()
+
     # Upkeep
 
     async def delete(self, numbers: Sequence[int]) -> None:
@@ -389,12 +400,13 @@ class Walk:
             await self.world.kill()
         elif end is End.POWER_LOSS:
             await self.world.lose_power()
-        is_safe = end is not End.POWER_LOSS or self.ground.policy.is_durable
+        is_safe = end is not End.POWER_LOSS or (self.ground.policy.is_durable and not self.syncs_failed_before)
         if not is_safe:
             expected, self.may_be_torn = set(), True
             self._raise_ghosts()
         self._damage_index(fate)
         self._begin_boot()
+        self.syncs_failed_before = self.ground.disk.counts["sync_error"]
         self._compare(expected if self.promise.is_survival and not self.may_be_torn else set())
         if self.promise.is_exact and end is End.STOP and fate is IndexFate.KEPT:
             assert self.world.opened.report.kind is RecoveryKind.CLEAN, self.world.opened.report
@@ -446,12 +458,12 @@ class Walk:
         self.counts["formatted"] += 1
 
     def _compare(self, expected: set[CacheKey]) -> None:
+        """What must be there is. What was hidden by a delete that failed stays so while a newer one is there."""
         for key in expected:
             assert cache_of(self.world, BY_KEY[key]) is not None, f"{key} was on the slab, and is gone"
-            self.versions[key] = self.visible(key)
         for key, versions in self.versions.items():
             for version in versions:
-                version.is_hidden = version.is_committing = False
-                version.losses = 0 if key in expected else None
+                version.is_committing, version.losses = False, 0 if key in expected else None
+                version.is_hidden &= key in expected
         self.check()
         self.world.check_slab(is_strict=self.promise.is_exact)
