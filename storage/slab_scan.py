@@ -26,6 +26,8 @@ from kvservice.storage.slab_format import (
 
 WINDOW_BYTES_MIN, WINDOW_BYTES_MAX = 4 * BLOCK_BYTES, 1 << 20
 """Read ahead: little behind a record, where the next one is likely to start, more and more in garbage."""
+SPARSE_BYTES = 96 << 10
+"""Known places of fewer bytes each are read whole, a window at a time: that is sooner than two blocks of each."""
 HEAD_BYTES_MAX = round_up(PREFIX_BYTES + HEADER_BYTES_MAX, BLOCK_BYTES)
 
 _RECORD, _NOTE = np.frombuffer(MAGIC + NOTE_MAGIC, np.uint64)
@@ -75,7 +77,7 @@ class SlabScan(Iterator[Found]):
 
     def _check_known(self, known: list[Extent]) -> Iterator[Found]:
         last: FoundRecord | FoundNote | None = None
-        for extent in known:
+        for extent in self._held(known):
             found = self._check(extent)
             if isinstance(found, Lost):
                 yield found
@@ -90,17 +92,36 @@ class SlabScan(Iterator[Found]):
         if last is not None:
             yield last
 
+    def _held(self, known: list[Extent]) -> Iterator[Extent]:
+        """The same extents; where they lie close together, read ahead."""
+        first = 0
+        while first < len(known):
+            start, stop, end = known[first].offset, 0, first
+            while end < len(known) and self._can_be(known[end]):
+                next_stop = max(stop, known[end].offset + taken_bytes(known[end].length))
+                if next_stop - start > min(WINDOW_BYTES_MAX, (end - first + 1) * SPARSE_BYTES):
+                    break
+                stop, end = next_stop, end + 1
+            if end - first > 1:
+                self._blocks.hold(start, stop)
+            end = max(end, first + 1)
+            yield from known[first:end]
+            first = end
+
     def _check(self, extent: Extent) -> Found:
-        end = extent.offset + taken_bytes(extent.length)
-        if extent.length < 1 or extent.offset < BLOCK_BYTES or extent.offset % BLOCK_BYTES or end > self._end:
+        if not self._can_be(extent):
             return Lost(extent, f"no place on a slab of {self._end} bytes")
         try:
-            found = self._look(extent.offset, end)
+            found = self._look(extent.offset, extent.offset + taken_bytes(extent.length))
         except _NOT_WHOLE as error:
             return Lost(extent, str(error))
         if _extent(found) != extent:
             return Lost(extent, f"something else lies there, of {_extent(found).length} bytes")
         return found
+
+    def _can_be(self, extent: Extent) -> bool:
+        at, length = extent.offset, extent.length
+        return length > 0 and at >= BLOCK_BYTES and at % BLOCK_BYTES == 0 and at + taken_bytes(length) <= self._end
 
     def _search(self, start: int, end: int) -> Iterator[Found]:
         """All that is whole in [start, end)."""
@@ -151,7 +172,8 @@ class SlabScan(Iterator[Found]):
 
 
 class BlockReader:
-    """Blocks of a file, by offset. ``read_ahead`` holds a window of them, ``read`` gives from it what lies inside."""
+    """Blocks of a file, by offset. ``read_ahead`` and ``hold`` keep a window of them, ``read`` gives from it
+    what lies inside."""
 
     def __init__(self, file: File) -> None:
         self.read_bytes = 0
@@ -159,6 +181,15 @@ class BlockReader:
         self._file = file
         self._window, self._scratch = block_buffer(WINDOW_BYTES_MAX), block_buffer(HEAD_BYTES_MAX)
         self._start = self._stop = 0
+
+    def hold(self, start: int, stop: int) -> None:
+        """Hold these blocks, or none if not all of them can be read."""
+        self._start = self._stop = start
+        try:
+            self._read(start, self._window[: stop - start])
+        except DiskError:
+            return
+        self._stop = stop
 
     def read_ahead(self, start: int, stop: int) -> list[int]:
         """Hold these blocks; returns where in them a record or a note may start. What is unreadable counts as zeros."""

@@ -235,6 +235,23 @@ def test_with_all_known_only_heads_and_footers_are_read() -> None:
     assert walk.read_bytes == 8 * 2 * BLOCK_BYTES
 
 
+def test_small_known_ones_are_read_many_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    slab, _ = make_slab(16 * MIB)
+    known = [put(slab, make_record(tokens_of_blocks(3), seed)).extent for seed in range(500)]
+    calls = counted_reads(monkeypatch)
+    assert found_extents(scan(slab, known)) == known
+    assert len(calls) <= 500 * 3 * BLOCK_BYTES // WINDOW_BYTES_MAX + 2
+
+
+def test_of_small_known_ones_that_cannot_all_be_read_only_those_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    slab, _ = make_slab()
+    known = [put(slab, make_record(tokens_of_blocks(3), seed)).extent for seed in range(9)]
+    unreadable(monkeypatch, {1 + 3 * 4 + 1, 1 + 3 * 7})
+    found = scan(slab, [*known, Extent(BLOCK_BYTES + 1, 10), Extent(2 * BLOCK_BYTES, -9), Extent(9 * MIB, 10)])
+    assert lost_extents(found)[:-1] == [Extent(BLOCK_BYTES + 1, 10), Extent(2 * BLOCK_BYTES, -9), known[7]]
+    assert found_extents(found) == [*known[:7], known[8]]
+
+
 @pytest.mark.parametrize(
     "place",
     [(0, 10), (BLOCK_BYTES + 1, 10), (-BLOCK_BYTES, 10), (4 * MIB, 10), (BLOCK_BYTES, 4 * MIB), (8192, 0), (8192, -9)],
@@ -313,6 +330,18 @@ def unreadable(monkeypatch: pytest.MonkeyPatch, blocks: set[int]) -> None:
     monkeypatch.setattr(FaultyFile, "read_into", failing)
 
 
+def counted_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Where every read from here on begins."""
+    calls, read_into = list[int](), FaultyFile.read_into
+
+    def counted(file: FaultyFile, offset: int, targets: list[Bytes]) -> None:
+        calls.append(offset)
+        read_into(file, offset, targets)
+
+    monkeypatch.setattr(FaultyFile, "read_into", counted)
+    return calls
+
+
 def test_unreadable_blocks_are_skipped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     slab, _ = make_slab(8 * MIB)
     first, second, third = (put(slab, make_record(tokens_of_blocks(100), seed)) for seed in range(3))
@@ -369,17 +398,9 @@ def test_garbage_is_read_once_in_large_windows(monkeypatch: pytest.MonkeyPatch) 
     walk = slab.scan({})
     assert list(walk) == []
     assert walk.read_bytes == 16 * MIB - BLOCK_BYTES
-    calls = 0
-    read_into = FaultyFile.read_into
-
-    def counted(file: FaultyFile, offset: int, targets: list[Bytes]) -> None:
-        nonlocal calls
-        calls += 1
-        read_into(file, offset, targets)
-
-    monkeypatch.setattr(FaultyFile, "read_into", counted)
+    calls = counted_reads(monkeypatch)
     scan(slab)
-    assert calls <= 16 * MIB // WINDOW_BYTES_MAX + 8
+    assert len(calls) <= 16 * MIB // WINDOW_BYTES_MAX + 8
 
 
 def test_a_dense_slab_is_not_read_again_and_again() -> None:
