@@ -25,9 +25,9 @@ from kvservice.storage.slab_format import (
 )
 
 WINDOW_BYTES_MIN, WINDOW_BYTES_MAX = 4 * BLOCK_BYTES, 1 << 20
-"""Read ahead: little behind a record, where the next one is likely to start, more and more in garbage."""
+"""Read ahead: little behind a large record, where the next one is likely to start, else more and more."""
 SPARSE_BYTES = 96 << 10
-"""Known places of fewer bytes each are read whole, a window at a time: that is sooner than two blocks of each."""
+"""Places of fewer bytes each are read whole, a window at a time: that is sooner than two blocks of each."""
 HEAD_BYTES_MAX = round_up(PREFIX_BYTES + HEADER_BYTES_MAX, BLOCK_BYTES)
 
 _RECORD, _NOTE = np.frombuffer(MAGIC + NOTE_MAGIC, np.uint64)
@@ -128,7 +128,7 @@ class SlabScan(Iterator[Found]):
         length = WINDOW_BYTES_MIN
         while (start := self._skip_hole(start, end)) < end:
             stop = min(start + length, end)
-            behind = start
+            behind, largest = start, 0
             for at in self._blocks.read_ahead(start, stop):
                 if at < behind:
                     continue  # inside a record that is whole: payload, whatever it looks like
@@ -138,7 +138,8 @@ class SlabScan(Iterator[Found]):
                     continue
                 yield found
                 behind = _place(found)[1]
-            length = WINDOW_BYTES_MIN if behind > start else min(2 * length, WINDOW_BYTES_MAX)
+                largest = max(largest, behind - at)
+            length = WINDOW_BYTES_MIN if largest > SPARSE_BYTES else min(2 * length, WINDOW_BYTES_MAX)
             start = max(stop, behind)
 
     def _skip_hole(self, start: int, end: int) -> int:
