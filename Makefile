@@ -8,7 +8,7 @@ SEED ?=
 RUN := PYTHONSAFEPATH=1 $(VENV)/bin/
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo serve test crash simulation vllm-env test-vllm check proto bench lock clean
+.PHONY: setup demo serve test crash simulation vllm-env test-vllm check proto bench bench-vllm lock clean
 
 setup: $(STAMP)
 
@@ -57,6 +57,11 @@ proto: setup
 
 bench: setup
 	for question in restore transport catalog ssd ssd_restore recovery eviction; do $(RUN)python bench/$$question.py || exit 1; done
+
+# Times to the first token on the real vLLM, against no cache and against LMCache: about ten minutes, on a quiet machine.
+bench-vllm: setup vllm-env
+	model=$$($(RUN)python -c "import sys, pathlib, kvservice.client.demo.model as m; print(m.smollm2(pathlib.Path(sys.argv[1])))" $(MODEL_CACHE)) \
+		&& PYTHONSAFEPATH=1 $(VLLM_VENV)/bin/python bench/vllm_ttft.py --model $$model
 
 # From an environment that was set up or upgraded by hand.
 lock:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvservice.client.client import Client
+    from kvservice.client.explain import Explanation
     from kvservice.client.plans import Plans, PromptPlan, RestoredSpan
     from kvservice.client.restore import Restore
     from kvservice.client.rounds import PartKind, PromptSegment, ReusePolicy, RoundPrompt
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "Client": "client",
+    "Explanation": "explain",
     "PartKind": "rounds",
     "Plans": "plans",
     "PromptPlan": "plans",
@@ -35,6 +37,7 @@ _MODULES = {
 
 __all__ = [
     "Client",
+    "Explanation",
     "PartKind",
     "Plans",
     "PromptPlan",

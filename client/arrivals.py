@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 from kvservice.model.cache import Tier
@@ -18,10 +18,8 @@ ARRIVE_TIMEOUT_S = 60.0
 class AwaitsArrivals(Protocol):
     """A session, as far as this needs one."""
 
-    def await_arrivals(
-        self, lease: Lease, known: Mapping[int, int], failed: Container[int] = ()
-    ) -> Sequence[wire.Arrival]:
-        """Every load of the lease, once there is more than ``known`` (layers by offset) and ``failed``."""
+    def await_arrivals(self, lease: Lease, step: int) -> wire.AwaitReply:
+        """The loads of the lease that changed after ``step``, once there is one; and the step to ask with next."""
 
 
 class Arrivals:
@@ -35,6 +33,7 @@ class Arrivals:
         self._lease = lease
         self._clock = clock
         self._lock = threading.Lock()
+        self._step = 0
         self._layers: dict[int, int] = {}
         self._errors: dict[int, KVServiceError] = {}
 
@@ -59,7 +58,9 @@ class Arrivals:
             return self._layers[offset]
 
     def _ask(self) -> None:
-        for arrival in self._session.await_arrivals(self._lease, self._layers, self._errors):
+        reply = self._session.await_arrivals(self._lease, self._step)
+        self._step = reply.step
+        for arrival in reply.arrivals:
             self._layers[arrival.offset] = arrival.layers
             if arrival.HasField("error"):
                 self._errors[arrival.offset] = error_from_code(arrival.error.code, arrival.error.message)

@@ -17,6 +17,7 @@ from typing import Self
 from torch import Tensor
 
 from kvservice.client.device_paged import DevicePaged, PinnedArena
+from kvservice.client.explain import Explanation, explain
 from kvservice.client.in_process import InProcessTransport, LocalNode
 from kvservice.client.paged import CpuPaged, PagedKV, PagedMemory, Slots
 from kvservice.client.plans import Plans, PromptPlan, look_up
@@ -201,6 +202,10 @@ class Client:
         if namespace is not None:
             raise InvalidInputError("give keys, or a namespace to delete all of: not both")
         return self.session.delete(wire.DeleteRequest(keys=[_wire_key(key) for key in keys]))
+
+    def explain(self, prompts: Sequence[RoundPrompt]) -> tuple[Explanation, ...]:
+        """Why every segment of every prompt is found or not; see ``kvservice.client.explain``. Leases nothing."""
+        return explain(self.session, prompts)
 
     def stats(self) -> dict[str, object]:
         """The node's figures, as GET /stats gives them."""

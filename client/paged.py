@@ -13,7 +13,14 @@ from kvservice.kernels import cpu
 from kvservice.kernels.rotation import rotation_table
 from kvservice.kernels.shapes import Bits, KernelInputError, Rotation, Target, check_dtype, check_slots
 from kvservice.kernels.tensors import numpy_bits
-from kvservice.model.errors import CorruptError, GeometryMismatchError, InvalidInputError, SlotError, TokenCountError
+from kvservice.model.errors import (
+    CorruptError,
+    GeometryMismatchError,
+    InvalidIdentityError,
+    InvalidInputError,
+    SlotError,
+    TokenCountError,
+)
 from kvservice.model.geometry import Geometry
 from kvservice.model.identity import Identity
 from kvservice.storage.record import RecordReader
@@ -31,7 +38,12 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 
 def check_paged_kv(paged_kv: PagedKV, geometry: Geometry) -> int:
-    """How many token slots every plane has. Raises GeometryMismatchError unless the tensors are what geometry says."""
+    """How many token slots every plane has. Raises GeometryMismatchError unless the tensors are what geometry says,
+    InvalidIdentityError for opaque rows."""
+    if geometry.is_opaque:
+        raise InvalidIdentityError(
+            "an identity of opaque rows has no paged KV: its bytes have another program's layout; use OpaqueStore"
+        )
     if len(paged_kv) != geometry.layers:
         raise GeometryMismatchError(f"paged KV of {len(paged_kv)} layers, the identity says {geometry.layers}")
     counts = set()

@@ -122,7 +122,7 @@ def look_up(session: Session, prompts: Sequence[RoundPrompt]) -> Plans:
     """Ask for every segment of every prompt in one call. Raises as ``Session.lookup``."""
     for prompt in prompts:
         session.identity_of(prompt.namespace)
-    reply, lease = session.lookup([_prompt_query(prompt) for prompt in prompts])
+    reply, lease = session.lookup([prompt_query(prompt) for prompt in prompts])
     replies = zip(prompts, reply.prompts, strict=True)
     return Plans(session, lease, [_prompt_plan(prompt, found, lease) for prompt, found in replies])
 
@@ -132,7 +132,8 @@ def span_of(segment: PromptSegment, planned: PlannedSegment) -> RestoredSpan:
     return RestoredSpan(segment.position, len(segment.tokens), planned.match, planned.is_moved, planned.affinity)
 
 
-def _prompt_query(prompt: RoundPrompt) -> wire.PromptQuery:
+def prompt_query(prompt: RoundPrompt) -> wire.PromptQuery:
+    """A prompt as a node is asked about it."""
     segments = [_segment_query(prompt, index) for index in range(len(prompt.segments))]
     return wire.PromptQuery(namespace=prompt.namespace, segments=segments)
 

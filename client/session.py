@@ -4,7 +4,7 @@ Importable without torch: tools that only look need no engine.
 """
 
 import time
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -22,6 +22,7 @@ from kvservice.model.errors import (
 )
 from kvservice.model.identity import Identity, Namespace
 from kvservice.model.lease import BootEpoch, Lease, LeaseId, SessionId
+from kvservice.model.limits import IDENTITIES_PER_SESSION_MAX
 from kvservice.model.plan import Location, Outcome
 from kvservice.model.segment import CacheKey
 from kvservice.wire.v1 import cache_pb2 as wire
@@ -136,9 +137,14 @@ class Session:
         return found
 
     def register(self, identity: Identity) -> Namespace:
-        """Add an identity; returns its namespace. Doing it twice changes nothing."""
+        """Add an identity; returns its namespace. Doing it twice changes nothing.
+
+        Raises LimitError for one more than a session may have.
+        """
         namespace = identity.namespace()
         if namespace not in self._identities:
+            if len(self._identities) >= IDENTITIES_PER_SESSION_MAX:
+                raise LimitError(f"a session has at most {IDENTITIES_PER_SESSION_MAX} identities; open another session")
             reply = self._transport.register(wire.RegisterIdentities(identities=[identity.canonical_json()]))
             _check_namespaces([namespace], reply.namespaces)
             self._identities[namespace] = identity
@@ -234,20 +240,13 @@ class Session:
         request.session.CopyFrom(self._reference())
         return self._call("Delete", request, wire.DeleteReply).deleted
 
-    def await_arrivals(
-        self, lease: Lease, known: Mapping[int, int], failed: Container[int] = ()
-    ) -> Sequence[wire.Arrival]:
-        """How much of the lease's records that were on SSD is in the arena, once it is more than ``known``.
+    def await_arrivals(self, lease: Lease, step: int) -> wire.AwaitReply:
+        """What has arrived of the lease's records that were on SSD, after ``step``: that of the last reply, 0 at first.
 
-        ``known``: layers by the offset of a record's extent; ``failed``: offsets of those whose error is known.
         Returns without news after some seconds. Raises LeaseExpiredError when the lease is over.
         """
-        request = wire.AwaitRequest(session=self._reference(), lease_id=lease.id)
-        for offset, layers in known.items():
-            arrival = request.known.add(offset=offset, layers=layers)
-            if offset in failed:
-                arrival.error.SetInParent()
-        return self._call("Await", request, wire.AwaitReply).arrivals
+        request = wire.AwaitRequest(session=self._reference(), lease_id=lease.id, step=step)
+        return self._call("Await", request, wire.AwaitReply)
 
     def verify(self, namespace: Namespace, keys: Sequence[CacheKey]) -> list[Outcome]:
         """Have the node look at the bytes of caches: HIT if intact, CORRUPT if not (it then never answers again)."""
@@ -261,6 +260,13 @@ class Session:
     def stats_json(self) -> str:
         """The node's figures, the same document as GET /stats."""
         return self._call("Stats", wire.StatsRequest(), wire.StatsReply).json
+
+    def explain(self, prompts: Sequence[wire.PromptQuery]) -> wire.ExplainReply:
+        """Why the segments of prompts are found or not: see ``kvservice.client.explain``. Leases nothing.
+
+        Besides this session's namespaces, those of their tenants may be named. Raises LimitError for too many segments.
+        """
+        return self._call("Explain", wire.ExplainRequest(session=self._reference(), prompts=prompts), wire.ExplainReply)
 
     def read_view(self, place: Location) -> Arena:
         """The leased bytes at ``place``, read-only, in the arena."""

@@ -1,4 +1,4 @@
-"""The ``kvservice`` command: serve, demo, doctor, stats. Names both sides, and imports each only when asked to."""
+"""The ``kvservice`` command: serve, demo, doctor, explain, stats. Names both sides, imports each only when asked to."""
 
 import argparse
 import asyncio
@@ -8,10 +8,14 @@ import sys
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvservice import __version__
 from kvservice.config import Settings, add_flags, settings_from_flags, user_cache_folder
-from kvservice.model.errors import KVServiceError
+from kvservice.model.errors import InvalidInputError, KVServiceError
+
+if TYPE_CHECKING:
+    from kvservice.client.explain_command import Question
 
 HTTP_TIMEOUT_S = 5.0
 
@@ -52,6 +56,30 @@ def _add_client_commands(commands: "argparse._SubParsersAction[argparse.Argument
     doctor = commands.add_parser("doctor", help="prove a round trip against a running node, or say what is wrong")
     doctor.add_argument("--socket", default=str(Settings().socket_path), metavar="PATH")
     doctor.set_defaults(run=_doctor)
+    _add_explain(commands)
+
+
+def _add_explain(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    explain = commands.add_parser(
+        "explain",
+        help="why was there no hit: what keeps two identities apart, or what became of a prompt's caches",
+        description="With two files: what keeps two identities apart. With --identity and --tokens: what became of "
+        "every segment of a prompt on a running node. Exit status: 0 equal or all found, 1 not, 2 bad usage.",
+    )
+    explain.add_argument("files", nargs="*", metavar="IDENTITY.json", help="two identities to compare")
+    explain.add_argument("--identity", metavar="FILE", help="whose prompt it is; vLLM's connector writes identity_file")
+    explain.add_argument("--tokens", metavar="FILE", help="the prompt's token ids: a JSON list or numbers; - for stdin")
+    where = explain.add_mutually_exclusive_group()
+    where.add_argument("--socket", default=str(Settings().socket_path), metavar="PATH", help="of the node")
+    where.add_argument("--node", metavar="HOST:PORT", help="of the node, on this host")
+    explain.add_argument("--chunk-tokens", type=int, default=256, metavar="N", help="tokens of a segment (256)")
+    explain.add_argument(
+        "--block-size", type=int, default=1, metavar="N", help="of the engine: segments are whole blocks"
+    )
+    explain.add_argument("--salt", default="", metavar="TEXT", help="the request's cache_salt")
+    explain.add_argument("--adapter", default="", metavar="NAME=DIGEST", help="the request's LoRA adapter")
+    explain.add_argument("--json", action="store_true", help="the whole answer, for programs")
+    explain.set_defaults(run=_explain)
 
 
 def _serve(parsed: argparse.Namespace) -> int:
@@ -103,6 +131,40 @@ def _doctor(parsed: argparse.Namespace) -> int:
     from kvservice.client.doctor import run_doctor
 
     return run_doctor(parsed.socket)
+
+
+def _explain(parsed: argparse.Namespace) -> int:
+    from kvservice.client import explain_command as command
+
+    try:
+        if len(parsed.files) == 2 and not (parsed.identity or parsed.tokens):
+            status, text = command.compare(*parsed.files, as_json=parsed.json)
+        else:
+            status, text = command.ask(_address(parsed), _question(parsed), as_json=parsed.json)
+    except InvalidInputError as error:
+        print(f"kvservice explain: {error}", file=sys.stderr)
+        return 2
+    print(text)
+    return status
+
+
+def _question(parsed: argparse.Namespace) -> "Question":
+    from kvservice.client import explain_command as command
+
+    if parsed.files or not (parsed.identity and parsed.tokens):
+        raise InvalidInputError("give two files of identities; or --identity FILE and --tokens FILE")
+    return command.Question(
+        command.read_identity(parsed.identity),
+        command.read_tokens(parsed.tokens),
+        parsed.chunk_tokens,
+        parsed.block_size,
+        parsed.salt,
+        command.read_adapter(parsed.adapter),
+    )
+
+
+def _address(parsed: argparse.Namespace) -> str:
+    return parsed.node or f"unix:{parsed.socket}"
 
 
 if __name__ == "__main__":

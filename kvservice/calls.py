@@ -7,16 +7,19 @@ from typing import Any
 
 from kvservice import __version__
 from kvservice.caches import Cache
+from kvservice.explaining import SpaceExplainer, space_to_explain
 from kvservice.leases import Grant
+from kvservice.loads import Load
 from kvservice.lookup import Finding, marks_behind
 from kvservice.model.cache import MasterReference, Tier
 from kvservice.model.errors import InvalidInputError, KVServiceError, LeaseExpiredError, LimitError
+from kvservice.model.explanation import HeldCache, SegmentExplanation
 from kvservice.model.identity import Namespace
 from kvservice.model.lease import SessionId
+from kvservice.model.limits import MESSAGE_BYTES_MAX
 from kvservice.model.plan import MissReason, Outcome
 from kvservice.model.segment import CacheKey, ContextId, SegmentId
 from kvservice.node import Node
-from kvservice.promotion import Load
 from kvservice.sessions import Session
 from kvservice.store import Reservation, WriteRequest
 from kvservice.wire.v1 import cache_pb2 as wire
@@ -42,6 +45,7 @@ class CacheCalls:
             "Delete": self.delete,
             "Verify": self.verify,
             "Stats": self.stats,
+            "Explain": self.explain,
         }
 
     async def call(self, name: str, request: Any) -> Any:
@@ -138,14 +142,10 @@ class CacheCalls:
             _encode_finding(finding, reply.segments.add(), arriving)
 
     async def await_loads(self, request: wire.AwaitRequest) -> wire.AwaitReply:
-        """How much of a lease's records has arrived, once it is more than the caller knows or some seconds went by."""
-        session = self._session(request.session)
-        limit = 2 * self.node.limits.lookup_segments_max  # a mirror and its master
-        if len(request.known) > limit:
-            raise LimitError(f"an await of {len(request.known)} records, the limit is {limit}; a lease has no more")
-        known = {one.offset: one.layers + one.HasField("error") for one in request.known}
-        loads = await self.node.wait_for_loads(session, request.lease_id, known)
-        return wire.AwaitReply(arrivals=[_encode_arrival(load) for load in loads])
+        """What has arrived of a lease's records after a step, once there is something or some seconds went by."""
+        feed = await self.node.wait_for_loads(self._session(request.session), request.lease_id, request.step)
+        arrivals = [_encode_arrival(load) for load in feed.since(request.step)]
+        return wire.AwaitReply(step=feed.step, arrivals=arrivals, pending=feed.pending)
 
     # Writing
 
@@ -232,6 +232,71 @@ class CacheCalls:
     async def stats(self, _: wire.StatsRequest) -> wire.StatsReply:
         """The stats document."""
         return wire.StatsReply(json=json.dumps(self.node.stats_document()))
+
+    async def explain(self, request: wire.ExplainRequest) -> wire.ExplainReply:
+        """Why every segment of every prompt is found or not. Lets other calls in between."""
+        session, node = self._session(request.session), self.node
+        total, limit = sum(len(prompt.segments) for prompt in request.prompts), node.limits.explain_segments_max
+        if total > limit:
+            raise LimitError(f"{total} segments to explain, the limit is {limit}; ask about the start of the prompts")
+        spaces = [space_to_explain(node.catalog, session, prompt.namespace) for prompt in request.prompts]
+        explainers = {space: SpaceExplainer(node, space) for space in spaces}
+        reply = wire.ExplainReply(remembered_s=node.departures.remembered_s, has_ssd=node.ssd is not None)
+        for prompt, space in zip(request.prompts, spaces, strict=True):
+            await self._explain(explainers[space], prompt, reply.prompts.add())
+        for explainer in explainers.values():
+            await _describe(explainer, reply)
+        return reply
+
+    async def _explain(
+        self, explainer: SpaceExplainer, prompt: wire.PromptQuery, reply: wire.PromptExplanation
+    ) -> None:
+        marks = b""
+        for index, asked in enumerate(prompt.segments):
+            if index % self.node.limits.explain_slice == 0:
+                await asyncio.sleep(0)
+            encode_explanation(explainer.explain(SegmentId(asked.segment), asked, marks), reply.segments.add())
+            marks = marks_behind(asked.segment, marks)
+
+
+async def _describe(explainer: SpaceExplainer, reply: wire.ExplainReply) -> None:
+    """What else is held for a namespace and its tenant, as long as it is not too long for one message."""
+    space = explainer.space
+    found = reply.namespaces.add(
+        namespace=space.namespace,
+        pinned_reason=space.pinned_reason,
+        held_segments=len(space.families),
+        lengths=[wire.SegmentLength(tokens=tokens, segments=count) for tokens, count in explainer.lengths()],
+    )
+    for other in explainer.known_spaces() if explainer.has_missed else ():
+        await asyncio.sleep(0)  # an identity's JSON takes 3 ms
+        if reply.ByteSize() < MESSAGE_BYTES_MAX // 2:  # one identity more has 1 MiB at most
+            found.known.add(identity=other.identity.canonical_json(), segments=len(other.families))
+
+
+def encode_explanation(explanation: SegmentExplanation, reply: wire.SegmentExplanation) -> None:
+    """Why one segment is found or not."""
+    reply.reason, reply.match, reply.detail = explanation.reason, explanation.match, explanation.detail
+    reply.is_of_other_context = explanation.is_of_other_context
+    reply.contexts, reply.held_tokens = explanation.contexts, explanation.held_tokens
+    if explanation.found is not None:
+        reply.found.CopyFrom(_encode_held(explanation.found))
+    if explanation.age_s is not None:
+        reply.age_s = explanation.age_s
+    reply.nearest.extend(map(_encode_held, explanation.nearest))
+
+
+def _encode_held(held: HeldCache) -> wire.HeldCache:
+    return wire.HeldCache(
+        context=held.context,
+        position=held.position,
+        provenance=held.provenance,
+        kind=held.kind,
+        tiers=held.tiers,
+        is_arriving=held.is_arriving,
+        preceding=held.preceding,
+        affinity=held.affinity,
+    )
 
 
 def encode_error(error: KVServiceError) -> wire.ItemError:

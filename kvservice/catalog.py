@@ -9,6 +9,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from kvservice.caches import NOWHERE, Cache, Family, Group, Space, VerifiedRecord, group_of
+from kvservice.departures import Gone
 from kvservice.model.cache import Extent
 from kvservice.model.identity import Identity, Namespace
 from kvservice.model.segment import SegmentId
@@ -55,9 +56,10 @@ class Catalog:
     ``arriving``: caches whose host copy is not whole yet. ``condemned``: held caches whose host copy is wrong.
     ``superseded``: what lies on the slab for a cache until its newer form does. ``hidden``: each with the sequence
     number of the tombstone that a record of it on the slab must have; 0: it was not deleted, but replaced or lost.
+    ``on_gone`` is told of every cache whose key is found no more.
     """
 
-    def __init__(self, freed: Freed, orders: Orders) -> None:
+    def __init__(self, freed: Freed, orders: Orders, on_gone: Callable[[Cache, Gone], None]) -> None:
         self.spaces: dict[Namespace, Space] = {}
         self.hidden: dict[Cache, int] = {}
         self.held: dict[Cache, bool] = {}
@@ -67,6 +69,7 @@ class Catalog:
         self.orders = orders
         self.totals = Totals()
         self._freed = freed
+        self._on_gone = on_gone
 
     # Spaces
 
@@ -149,8 +152,9 @@ class Catalog:
         group_of(cache).tokens += cache.family.tokens
         cache.family.space.note_prefill(cache.family.tokens, cache.prefill_s)
 
-    def hide(self, cache: Cache) -> None:
+    def hide(self, cache: Cache, why: Gone) -> None:
         """Take a cache out of sight at once. Its bytes go when the last hold and, of a master, the last mirror goes."""
+        self._on_gone(cache, why)
         self._hide(cache)
         self._settle(cache)
 
@@ -297,13 +301,13 @@ class Catalog:
         is_wanted = not cache.is_hidden or (bool(cache.mirrors) and cache.is_on_ssd)
         if is_wanted and (is_condemned or cache.offset >= self._freed.staging_offset):
             self.condemned.discard(cache)
-            self._drop_unheld(cache)
+            self._drop_unheld(cache, Gone.QUARANTINED if is_condemned else Gone.EVICTED_FROM_SSD)
 
-    def _drop_unheld(self, cache: Cache) -> None:
+    def _drop_unheld(self, cache: Cache, why: Gone) -> None:
         if cache.is_on_ssd:
             self.drop_host(cache)
         else:
-            self.hide_with_mirrors(cache)
+            self.hide_with_mirrors(cache, why)
 
     # The end of a cache
 
@@ -315,14 +319,16 @@ class Catalog:
     def evict_host(self) -> Evicted | None:
         """Free the host copies of the group worth least; None if every group is held. What is on no slab is lost."""
         head = self.orders.pop_host()
-        return None if head is None else self._evict(head, _on_host, _on_ssd, self.drop_host)
+        return None if head is None else self._evict(head, _on_host, _on_ssd, self.drop_host, Gone.EVICTED)
 
     def evict_ssd(self) -> Evicted | None:
         """Free the copies on the slab of the group worth least; None if every group is held."""
         head = self.orders.pop_ssd()
-        return None if head is None else self._evict(head, _on_ssd, _on_host, self.drop_ssd)
+        return None if head is None else self._evict(head, _on_ssd, _on_host, self.drop_ssd, Gone.EVICTED_FROM_SSD)
 
-    def _evict(self, head: Cache, is_here: Where, is_elsewhere: Where, drop: Callable[[Cache], None]) -> Evicted:
+    def _evict(
+        self, head: Cache, is_here: Where, is_elsewhere: Where, drop: Callable[[Cache], None], why: Gone
+    ) -> Evicted:
         members = list(head.members())
         here = [cache for cache in members if is_here(cache)]
         lost = dict.fromkeys(cache for cache in members if not is_elsewhere(cache))
@@ -333,7 +339,7 @@ class Catalog:
                 drop(cache)
         for cache in lost:
             if not cache.is_hidden:
-                self.hide(cache)
+                self.hide(cache, why)
         return Evicted(len(here), sum(cache.record_bytes for cache in here), len(lost))
 
     def condemn(self, cache: Cache) -> None:
@@ -360,11 +366,11 @@ class Catalog:
         """Is its own record whole in the host arena?"""
         return cache.is_on_host and cache not in self.arriving and cache not in self.condemned
 
-    def hide_with_mirrors(self, cache: Cache) -> None:
+    def hide_with_mirrors(self, cache: Cache, why: Gone = Gone.QUARANTINED) -> None:
         """Hide a cache that cannot be restored any more, and all that stand on it."""
         for one in list(cache.members()) if cache.master is None else [cache]:
             if not one.is_hidden:
-                self.hide(one)
+                self.hide(one, why)
 
     def _settle(self, cache: Cache) -> None:
         if cache.is_hidden and not cache.holds and not cache.mirrors and cache in self.hidden:

@@ -72,6 +72,7 @@ class Demotion:
         self._killer = killer
         self._clock = clock
         self._removals: deque[_Departure] = deque()
+        self._stuck: list[_Departure] = []  # what failed; tried again once the index takes changes
         self._unerased: dict[bytes, Cache] = {}  # by name: what may still lie on the slab, whole
         self._removing: asyncio.Task[None] | None = None
         self._identity_turn = asyncio.Lock()
@@ -252,7 +253,11 @@ class Demotion:
                 await self._remove_batch(batch)
             except Exception:  # noqa: BLE001  a task's top: places that are not given back are room lost, no wrong byte
                 self.is_index_true = False
-                _LOG.exception("removing records from SSD failed; their room is lost until the next start")
+                self._stuck += batch
+                _LOG.exception("removing %d records from SSD failed; it is tried again behind others", len(batch))
+            else:
+                self._removals += self._stuck
+                self._stuck.clear()
 
     async def _remove_batch(self, batch: Sequence["_Departure"]) -> None:
         """Tombstones go after all records; where one cannot be erased, its key's tombstone stays."""

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from kvservice.caches import Cache
 from kvservice.catalog import Catalog
 from kvservice.limits import NodeLimits
+from kvservice.loads import Feed
 from kvservice.model.errors import InvalidInputError, LimitError, NotOwnedError, StaleEpochError
 from kvservice.model.lease import BootEpoch, LeaseId
-from kvservice.promotion import Load
 from kvservice.sessions import Session
 from kvservice.stats.counters import Counters
 
@@ -32,7 +32,7 @@ class Grant:
     ttl_s: float
     deadline_s: float
     caches: list[Cache] = field(default_factory=list)
-    loads: list[Load] = field(default_factory=list)
+    loads: Feed = field(default_factory=Feed)
 
 
 class Leases:
@@ -109,7 +109,7 @@ class Leases:
         for cache in reversed(grant.caches):  # the last of a prompt first: of equal ones the suffix is evicted first
             self._catalog.unhold(cache)
         grant.caches.clear()
-        grant.loads.clear()
+        grant.loads.close()
         if len(self._deadlines) > 2 * len(self.live) + SPARE_DEADLINES_MAX:
             self._deadlines = [(one.deadline_s, one.id) for one in self.live.values()]
             heapq.heapify(self._deadlines)

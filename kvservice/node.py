@@ -14,11 +14,14 @@ from kvservice import __version__
 from kvservice.allocation import Allocation
 from kvservice.caches import Cache, Space, VerifiedRecord
 from kvservice.catalog import Catalog, Freed, Removal
+from kvservice.departures import Departures, Gone
+from kvservice.explaining import why_not_on_ssd
 from kvservice.families import Families, Round
 from kvservice.heap import Heap
 from kvservice.killpoints import Killer
 from kvservice.leases import Grant, Leases
 from kvservice.limits import NodeLimits
+from kvservice.loads import AWAIT_S_MAX, Feed
 from kvservice.lookup import CORRUPT, NO_ROOM, UNKNOWN_NAMESPACE, Asked, Finding, find
 from kvservice.model.errors import InvalidInputError, KVServiceError, LeaseExpiredError
 from kvservice.model.identity import Namespace
@@ -26,7 +29,6 @@ from kvservice.model.lease import BootEpoch, SessionId
 from kvservice.model.plan import Outcome
 from kvservice.model.segment import CacheKey, SegmentId
 from kvservice.orders import LOAD_RATES, Orders
-from kvservice.promotion import Load
 from kvservice.scrubbing import Scrubber
 from kvservice.sessions import Session, Sessions
 from kvservice.ssd import Ssd, SsdPolicy, Workers
@@ -74,7 +76,9 @@ class Node:
         self.counters = Counters()
         self.ssd: Ssd | None = None
         freed = Freed(tier.free, self._erase, tier.staging_offset)
-        self.catalog = Catalog(freed, orders or Orders(ValueOrder(), ValueOrder(), LOAD_RATES))
+        self.departures = Departures(clock, self.limits.departures_max)
+        orders = orders or Orders(ValueOrder(), ValueOrder(), LOAD_RATES)
+        self.catalog = Catalog(freed, orders, self.departures.note_gone)
         self.allocation = Allocation(tier, self.catalog, self.limits, self.counters)
         self.sessions = Sessions(self.catalog, self.boot_epoch, self.limits)
         self.leases = Leases(self.catalog, self.boot_epoch, self.limits, self.counters)
@@ -109,6 +113,7 @@ class Node:
         )
         self.families.on_published = self.ssd.note_published
         self.scrubber = self.ssd.scrubber
+        self.departures.why_not_on_ssd = partial(why_not_on_ssd, self.ssd)
 
     def _erase(self, removal: Removal) -> None:
         assert self.ssd is not None, "nothing is on a slab that is not there"
@@ -232,19 +237,21 @@ class Node:
             if loads is None:
                 self.leases.take_back(grant)
                 return NO_ROOM
-            grant.loads += loads
+            grant.loads.add(loads)
             self.counters.lookups.from_ssd += bool(loads)
         self.ssd.note_used(cache)
         return finding
 
-    async def wait_for_loads(self, session: Session, lease_id: int, known: dict[int, int]) -> list[Load]:
-        """The loads of a lease, once there is news of one. Raises LeaseExpiredError for a lease that is over."""
+    async def wait_for_loads(self, session: Session, lease_id: int, step: int) -> Feed:
+        """Where a lease hears of its loads, once there is news after ``step``, or after AWAIT_S_MAX.
+
+        Raises LeaseExpiredError for a lease that is over.
+        """
         grant = self.leases.find(session, lease_id)
         if grant is None:
             raise LeaseExpiredError(f"lease {lease_id} ran out or was released; look up again")
-        if self.ssd is not None:
-            await self.ssd.promotion.wait(grant.loads, known)
-        return list(grant.loads)
+        await grant.loads.wait(step, AWAIT_S_MAX)
+        return grant.loads
 
     def grant(self, session: Session, ttl_s: float) -> Grant:
         """A lease for what a lookup is about to find; ends leases whose time has come first."""
@@ -269,6 +276,8 @@ class Node:
             return self.store.reserve(session, request)
         except KVServiceError as error:
             self.counters.reserves_refused[error.code] += 1
+            if Namespace(request.namespace) in session.spaces:
+                self.departures.note_refused(request.namespace, request.key, error)
             raise
 
     async def commit(self, session: Session, items: Sequence[tuple[int, int]]) -> list[Cache | KVServiceError]:
@@ -305,11 +314,11 @@ class Node:
     def _publish(self, reservation: Reservation, record: VerifiedRecord | KVServiceError) -> Cache | KVServiceError:
         if isinstance(record, KVServiceError):
             self.store.drop(reservation)
-            return self._refused(record)
+            return self._refused(record, reservation)
         try:
             cache = self.store.publish(reservation, record)
         except KVServiceError as error:
-            return self._refused(error)
+            return self._refused(error, reservation)
         if self.ssd is not None:
             self.ssd.note_published(cache)
         self.families.enqueue(cache)
@@ -319,8 +328,10 @@ class Node:
             self.heap.note_growth()
         return cache
 
-    def _refused(self, error: KVServiceError) -> KVServiceError:
+    def _refused(self, error: KVServiceError, reservation: Reservation | None = None) -> KVServiceError:
         self.counters.commits_refused[error.code] += 1
+        if reservation is not None:
+            self.departures.note_refused(reservation.space.namespace, reservation.key, error)
         return error
 
     def abort(self, session: Session, ids: Iterable[int]) -> int:
@@ -346,7 +357,7 @@ class Node:
         found = _all_of(session.space(namespace)) if namespace else self._named(session, keys)
         for cache in found:
             if not cache.is_hidden:
-                self.catalog.hide(cache)
+                self.catalog.hide(cache, Gone.DELETED)
         self.counters.deleted += len(found)
         if self.ssd is not None:
             await self.ssd.bury(found, partial(_is_meant, set(session.spaces), set(keys), namespace))

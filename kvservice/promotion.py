@@ -5,13 +5,14 @@ done, whatever becomes of the lease, since threads write into its extent.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Protocol
 
 from kvservice.allocation import Allocation
 from kvservice.caches import Cache
 from kvservice.catalog import Catalog
+from kvservice.loads import Load
 from kvservice.model.cache import Extent, MasterReference
 from kvservice.model.errors import CorruptError, DiskError, KVServiceError
 from kvservice.stats.counters import Counters
@@ -21,8 +22,6 @@ from kvservice.worker import OrderedWork, Worker
 
 TURNS_A_PIECE = 4
 """A lookup's second pieces come after the first ones of the four lookups behind it: none starves, none hogs."""
-AWAIT_S_MAX = 5.0
-"""An Await without news is answered after this long, so that a client sees that the node lives."""
 
 
 class PieceReader(Protocol):
@@ -33,40 +32,6 @@ class PieceReader(Protocol):
 
     def read_piece(self, extent: Extent, start: int, end: int, target: Bytes) -> None:
         """Fill ``target`` with the record's bytes [start, end). Raises DiskError."""
-
-
-class Load:
-    """One record on its way. ``layers``: how many have arrived and are right. ``is_done``: see ``error``."""
-
-    __slots__ = ("cache", "error", "is_done", "layers", "news", "offset", "turn")
-
-    def __init__(self, cache: Cache, turn: int = 0) -> None:
-        self.cache = cache
-        self.turn = turn
-        self.offset = cache.offset
-        self.layers = 0
-        self.error: KVServiceError | None = None
-        self.is_done = False
-        self.news = asyncio.Event()  # set, and replaced, at every step
-
-    def advance(self, layers: int) -> None:
-        """More has arrived."""
-        if layers > self.layers:
-            self.layers = layers
-            self._tell()
-
-    def is_news(self, known: int) -> bool:
-        """Is there more to tell to who knows of so many layers, one more than there are if it knows of the error?"""
-        return self.layers > known or (self.error is not None and known <= self.layers)
-
-    def finish(self, error: KVServiceError | None) -> None:
-        """Nothing more will."""
-        self.error, self.is_done = error, True
-        self._tell()
-
-    def _tell(self) -> None:
-        self.news.set()
-        self.news = asyncio.Event()
 
 
 class Promotion:
@@ -164,21 +129,6 @@ class Promotion:
         extent = self._catalog.quarantine_ssd(cache) if cache.is_on_ssd else None
         self._catalog.hide_with_mirrors(cache)
         return extent
-
-    async def wait(self, loads: Iterable[Load], known: dict[int, int]) -> None:
-        """Return once there is news of a load, or all are over; or after AWAIT_S_MAX.
-
-        ``known``: layers by offset, one more where the load is known to have failed.
-        """
-        found = list(loads)
-        if any(load.is_news(known.get(load.offset, 0)) for load in found) or all(load.is_done for load in found):
-            return
-        waiting = [asyncio.ensure_future(load.news.wait()) for load in found if not load.is_done]
-        try:
-            await asyncio.wait(waiting, timeout=AWAIT_S_MAX, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for one in waiting:
-                one.cancel()
 
     async def stop(self) -> None:
         """Wait for the threads; what is not whole then is dropped with its leases."""

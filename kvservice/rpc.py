@@ -152,6 +152,10 @@ class CacheServicer(CacheServiceServicer):
         """See cache.proto."""
         return await _answer(self._calls.stats, request, context)
 
+    async def Explain(self, request: wire.ExplainRequest, context: "Context") -> wire.ExplainReply:  # noqa: N802
+        """See cache.proto."""
+        return await _answer(self._calls.explain, request, context)
+
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

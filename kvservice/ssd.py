@@ -17,10 +17,11 @@ from kvservice.demotion import Demotion
 from kvservice.index_writer import IndexWriter
 from kvservice.killpoints import Killer
 from kvservice.limits import NodeLimits
+from kvservice.loads import Load
 from kvservice.model.errors import DiskError, KVServiceError
 from kvservice.model.identity import Namespace
 from kvservice.model.segment import ContextId, SegmentId
-from kvservice.promotion import Load, Promotion
+from kvservice.promotion import Promotion
 from kvservice.scrubbing import Scrubber
 from kvservice.stats.counters import Counters
 from kvservice.storage.admission import Admission
@@ -262,8 +263,8 @@ class Ssd:
         """What is being read cannot be erased; what others stand on may go on being read."""
         for cache in burial.caches:
             load = None if cache.mirrors else self.promotion.loads.get(cache)
-            while load is not None and not load.is_done:
-                await load.news.wait()
+            if load is not None:
+                await load.over.wait()
 
     # Writing
 

@@ -281,6 +281,8 @@ def _verified(job: Verification) -> VerifiedRecord:
     _check_meta(reservation, reader.meta, reader.layout.record_bytes)
     for layer in range(reader.meta.geometry.layers):
         reader.verify_layer(layer)
+        if reader.meta.geometry.is_opaque:
+            continue  # bytes, no numbers
         if not all(_is_finite(rows, reader.meta.geometry.dtype) for rows in _rows(reader, layer)):
             raise NonFiniteError(
                 f"cache {reservation.key}: layer {layer} holds a NaN or an infinity; do not store it, recompute it"

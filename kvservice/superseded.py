@@ -4,11 +4,12 @@ A fold puts a mirror in the place of a dense cache. Until the mirror is on the s
 crash would leave of the cache, and so is a dense record that other old mirrors stand on: it goes after all of them.
 """
 
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 from kvservice.caches import Cache
 from kvservice.model.cache import Extent
-from kvservice.model.segment import ContextId
+from kvservice.model.segment import ContextId, SegmentId
 
 
 @dataclass(slots=True)
@@ -29,6 +30,8 @@ class Superseded:
         self.record_bytes = 0
         self.old: set[Cache] = set()
         self._forms: dict[Cache, OldForm] = {}
+        self._old_mirrors = Counter[tuple[SegmentId, ContextId]]()  # by the dense record that they stand on
+        self._waiting = defaultdict[tuple[SegmentId, ContextId], list[Cache]](list)  # due, but for such mirrors
 
     def __contains__(self, cache: Cache) -> bool:
         return cache in self._forms
@@ -42,6 +45,8 @@ class Superseded:
         self._forms[new] = OldForm(old, extent, base)
         self.old.add(old)
         self.record_bytes += extent.length
+        if base is not None:
+            self._old_mirrors[new.family.segment, base] += 1
 
     def hand_on(self, old: Cache, new: Cache) -> None:
         """``new`` takes the place of ``old``; if that never came to the slab, what it superseded is now ``new``'s."""
@@ -53,17 +58,25 @@ class Superseded:
         if new not in self._forms:
             return []
         self._forms[new].is_due = True
-        freed: list[OldForm] = []
-        while found := next((one for one, form in self._forms.items() if self._is_free(one, form)), None):
-            freed.append(self._forms.pop(found))
-            self.record_bytes -= freed[-1].extent.length
-            self.old.discard(freed[-1].cache)
+        freed, due = list[OldForm](), [new]
+        while due:
+            one = due.pop()
+            form, key = self._forms[one], (one.family.segment, one.context)
+            if form.base is None and self._old_mirrors[key]:
+                self._waiting[key].append(one)
+                continue
+            del self._forms[one]
+            self.record_bytes -= form.extent.length
+            self.old.discard(form.cache)
+            freed.append(form)
+            if form.base is not None:
+                due += self._drop_old_mirror((one.family.segment, form.base))
         return freed
 
-    def _is_free(self, new: Cache, form: OldForm) -> bool:
-        if not form.is_due:
-            return False
-        return form.base is not None or not any(
-            other.base == new.context and cache.family.segment == new.family.segment
-            for cache, other in self._forms.items()
-        )
+    def _drop_old_mirror(self, base: tuple[SegmentId, ContextId]) -> list[Cache]:
+        """Those that may go since no old mirror stands on their old form any more."""
+        self._old_mirrors[base] -= 1
+        if self._old_mirrors[base]:
+            return []
+        del self._old_mirrors[base]
+        return self._waiting.pop(base, [])

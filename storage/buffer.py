@@ -15,12 +15,12 @@ Bytes = npt.NDArray[np.uint8]
 """[bytes], one dimension, contiguous."""
 
 StorageBits = npt.NDArray[np.unsignedinteger[Any]]
-"""[rows, row_elements], uint16 or uint32: the bits of a storage type, whatever they mean."""
+"""[rows, row_elements], uint8, uint16 or uint32: the bits of a storage type, whatever they mean."""
 
 Runs = npt.NDArray[np.int32]
 """[runs, 2]: first row and count of each run; sorted, disjoint."""
 
-BITS_OF_ELEMENT: dict[int, type[np.unsignedinteger[Any]]] = {2: np.uint16, 4: np.uint32}
+BITS_OF_ELEMENT: dict[int, type[np.unsignedinteger[Any]]] = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 ALIGNMENT_MIN = 16
 
 

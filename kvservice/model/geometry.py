@@ -9,6 +9,10 @@ from dataclasses import dataclass
 from kvservice.model.errors import InvalidIdentityError
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+"""Storage types that kernels compute with."""
+OPAQUE_DTYPE = "uint8"
+"""Storage type of rows whose meaning only their writer knows: stored and given back as they are."""
+STORAGE_BYTES = DTYPE_BYTES | {OPAQUE_DTYPE: 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,17 +54,24 @@ class Geometry:
     planes: tuple[Plane, ...]
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPE_BYTES:
-            raise InvalidIdentityError(f"KV dtype {self.dtype!r} is not supported; use one of {sorted(DTYPE_BYTES)}")
+        if self.dtype not in STORAGE_BYTES:
+            raise InvalidIdentityError(f"KV dtype {self.dtype!r} is not supported; use one of {sorted(STORAGE_BYTES)}")
         if self.layers < 1 or not self.planes:
             raise InvalidIdentityError("a geometry needs at least one layer and one plane")
         if len({plane.name for plane in self.planes}) != len(self.planes):
             raise InvalidIdentityError("plane names of a geometry must differ")
+        if self.is_opaque and any(plane.rotary_size for plane in self.planes):
+            raise InvalidIdentityError(f"opaque rows ({OPAQUE_DTYPE}) have no part that rotates; rotary_size must be 0")
+
+    @property
+    def is_opaque(self) -> bool:
+        """True if the rows are another program's bytes: no kernel is ever asked for them."""
+        return self.dtype == OPAQUE_DTYPE
 
     @property
     def element_bytes(self) -> int:
         """Bytes of one element."""
-        return DTYPE_BYTES[self.dtype]
+        return STORAGE_BYTES[self.dtype]
 
     def row_bytes(self, plane: Plane) -> int:
         """Bytes of one row of ``plane``."""
@@ -90,3 +101,8 @@ def latent_geometry(*, layers: int, latent_size: int, rotary_size: int, dtype: s
     """Geometry of multi-head latent attention: ``latent_size`` copied elements, then ``rotary_size`` rotating ones."""
     plane = Plane("latent", 1, latent_size + rotary_size, rotary_offset=latent_size, rotary_size=rotary_size)
     return Geometry(layers, dtype, (plane,))
+
+
+def opaque_geometry(row_bytes: int) -> Geometry:
+    """Geometry of objects of ``row_bytes`` bytes in another program's layout: one layer, one plane, one row each."""
+    return Geometry(1, OPAQUE_DTYPE, (Plane("rows", 1, row_bytes),))

@@ -64,6 +64,13 @@ def pinned(kind: str, reason: str, *, rotary_size: int = 0, is_interleaved: bool
     return Rope(kind, is_interleaved, rotary_size, (), pinned_reason=reason)
 
 
+def opaque_rope() -> Rope:
+    """The descriptor of opaque rows: keys are somewhere inside, where only their writer knows."""
+    return pinned(
+        "opaque", "opaque rows are another program's bytes, and only that program knows where keys are in them"
+    )
+
+
 def rope_from_parameters(
     parameters: Mapping[str, object], *, head_size: int, max_positions: int, is_interleaved: bool = False
 ) -> Rope:

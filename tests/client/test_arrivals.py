@@ -1,6 +1,6 @@
 """What a client asks while records arrive: it waits for news, and only for news."""
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Sequence
 
 import pytest
 
@@ -19,18 +19,16 @@ def place(offset: int, tier: Tier = Tier.SSD) -> Location:
 
 
 class ScriptedSession:
-    """Answers as it is told, and notes what it was told to know."""
+    """Answers as it is told, a step an answer, and notes after which step it was asked."""
 
     def __init__(self, *replies: Sequence[wire.Arrival]) -> None:
         self.replies = list(replies)
-        self.asked: list[tuple[dict[int, int], set[int]]] = []
+        self.asked: list[int] = []
 
-    def await_arrivals(
-        self, lease: Lease, known: Mapping[int, int], failed: Container[int] = ()
-    ) -> Sequence[wire.Arrival]:
+    def await_arrivals(self, lease: Lease, step: int) -> wire.AwaitReply:
         assert lease is LEASE
-        self.asked.append((dict(known), {offset for offset in known if offset in failed}))
-        return self.replies.pop(0)
+        self.asked.append(step)
+        return wire.AwaitReply(step=len(self.asked), arrivals=self.replies.pop(0))
 
 
 def arrival(offset: int, layers: int, code: str = "") -> wire.Arrival:
@@ -44,19 +42,18 @@ def test_what_was_in_memory_is_there_and_nobody_is_asked() -> None:
 
 
 def test_what_one_wait_hears_the_next_one_knows() -> None:
-    session = ScriptedSession([arrival(0, 2), arrival(64, 4)], [arrival(0, 3), arrival(64, 4)])
+    session = ScriptedSession([arrival(0, 2), arrival(64, 4)], [arrival(0, 3)])
     arrivals = Arrivals(session, LEASE)
     assert arrivals.wait_for(place(0), 1) == 2
     assert arrivals.wait_for(place(64), 4) == 4
     assert arrivals.wait_for(place(0), 3) == 3
-    assert session.asked == [({}, set()), ({0: 2, 64: 4}, set())]
+    assert session.asked == [0, 1]
 
 
-def test_a_known_failure_is_told_to_the_node_so_that_it_is_no_news() -> None:
-    session = ScriptedSession([arrival(0, 1, "CORRUPT"), arrival(64, 0)], [arrival(0, 1, "CORRUPT"), arrival(64, 1)])
+def test_a_failure_is_remembered_and_raised_to_who_needs_what_never_came() -> None:
+    session = ScriptedSession([arrival(0, 1, "CORRUPT"), arrival(64, 0)], [arrival(64, 1)])
     arrivals = Arrivals(session, LEASE)
     assert arrivals.wait_for(place(64), 1) == 1
-    assert session.asked[1] == ({0: 1, 64: 0}, {0})
     assert arrivals.wait_for(place(0), 1) == 1, "what came before it failed is good"
     with pytest.raises(CorruptError, match="why"):
         arrivals.wait_for(place(0), 2)

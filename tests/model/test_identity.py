@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from kvservice.config import process_environment
 from kvservice.model.errors import InvalidIdentityError
-from kvservice.model.geometry import attention_geometry, latent_geometry
+from kvservice.model.geometry import DTYPE_BYTES, Geometry, Plane, attention_geometry, latent_geometry, opaque_geometry
 from kvservice.model.identity import Adapter, Identity, Shard, identity_from_json
-from kvservice.model.rope import pinned, rope_from_parameters
+from kvservice.model.rope import opaque_rope, pinned, rope_from_parameters
 
 ROPE = rope_from_parameters({"rope_theta": 10000.0}, head_size=32, max_positions=2048)
 
@@ -159,3 +159,25 @@ def test_any_wrong_value_is_an_identity_error_and_nothing_else(field: str, value
     except InvalidIdentityError:
         return
     assert identity_from_json(identity.canonical_json()) == identity
+
+
+def test_opaque_rows_have_a_size_and_cannot_be_moved() -> None:
+    geometry = opaque_geometry(777)
+    assert (geometry.layers, geometry.token_bytes, geometry.element_bytes) == (1, 777, 1)
+    assert geometry.is_opaque
+    identity = make_identity(geometry=geometry, rope=(opaque_rope(),))
+    assert "another program" in identity.pinned_reason
+    assert identity_from_json(identity.canonical_json()) == identity
+    assert identity.namespace() != make_identity(geometry=opaque_geometry(778), rope=(opaque_rope(),)).namespace()
+
+
+def test_opaque_rows_are_no_type_that_kernels_know() -> None:
+    assert "uint8" not in DTYPE_BYTES
+    assert not attention_geometry(layers=1, heads=1, head_size=8, dtype="bfloat16").is_opaque
+
+
+def test_opaque_rows_are_at_least_one_byte_and_do_not_rotate() -> None:
+    with pytest.raises(InvalidIdentityError, match="positive"):
+        opaque_geometry(0)
+    with pytest.raises(InvalidIdentityError, match="rotates"):
+        Geometry(1, "uint8", (Plane("rows", 1, 8, rotary_size=4),))

@@ -141,12 +141,13 @@ async def leave_host(world: World, *metas: CacheMeta) -> None:
 
 async def arrived(client: Client, lease: int, layers: int = GEOMETRY.layers) -> list[wire.Arrival]:
     """Wait until all that a lease promised is there, as a client would; what was heard last."""
-    known: list[wire.Arrival] = []
+    step, known = 0, dict[int, wire.Arrival]()
     for _ in range(100):
-        reply = await client.call("Await", wire.AwaitRequest(lease_id=lease, known=known))
-        known = list(reply.arrivals)
-        if all(one.layers == layers or one.error.code for one in known):
-            return known
+        reply = await client.call("Await", wire.AwaitRequest(lease_id=lease, step=step))
+        step, known = reply.step, known | {one.offset: one for one in reply.arrivals}
+        if not reply.pending:
+            assert all(one.layers == layers or one.error.code for one in known.values()), known
+            return list(known.values())
     raise AssertionError(f"not all arrived: {known}")
 
 

@@ -13,6 +13,7 @@ import grpc.aio
 import pytest
 
 from kvservice.model.errors import BY_CODE, StaleEpochError
+from kvservice.model.explanation import Reason
 from kvservice.node import Node
 from kvservice.rpc import ERROR_KEY, add_to_server, status_of
 from kvservice.storage.record import master_layout
@@ -105,6 +106,8 @@ async def test_the_plain_path_over_a_socket(wired: Wire) -> None:
     )
     stats = json.loads((await wired.stub.Stats(wire.StatsRequest())).json)
     assert stats["lookups"]["exact"] == 1
+    explained = await wired.stub.Explain(wire.ExplainRequest(session=ref, prompts=[query(META)]))
+    assert explained.prompts[0].segments[0].reason == Reason.FOUND
     assert (await wired.stub.Delete(wire.DeleteRequest(session=ref, keys=[encode_key(META.key)]))).deleted == 1
     await stream.done_writing()
 

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import pytest
 
+from kvservice.departures import Gone
 from kvservice.limits import NodeLimits
 from kvservice.model.cache import CacheMeta
 from kvservice.model.errors import DiskError
@@ -272,7 +273,7 @@ async def test_a_key_that_is_held_no_more_is_deleted_from_the_slab_all_the_same(
         await elect(client, stored)
         cache = cache_of(world, stored[0][0])
         assert cache is not None
-        world.node.catalog.hide(cache)  # as an eviction would
+        world.node.catalog.hide(cache, Gone.EVICTED)  # as an eviction would
         deleting = asyncio.create_task(client.delete(stored[0][0]))
         await until_acknowledged(deleting, world.writes)
         assert deleting.result() == 0

@@ -102,3 +102,21 @@ async def test_a_record_that_was_written_while_a_sync_failed_does_not_count_as_w
         assert [where(world, meta) for meta, _ in stored] == ["both"] * 3
         async with await after_power_failure(world) as again:
             await assert_all_read(again, again.client(), IDENTITY, stored)
+
+
+async def test_the_room_of_what_could_not_be_removed_comes_back_once_the_disk_syncs_again() -> None:
+    world = durable_world(3)
+    async with world:
+        client = world.client()
+        stored = await store_dense(client, 2)
+        await written(world)
+        cache = cache_of(world, stored[0][0])
+        assert cache is not None
+        world.disk.faults = Faults(sync_error=1.0)
+        world.node.catalog.drop_ssd(cache)  # as an eviction would
+        await world.ssd.demotion.settle()
+        world.disk.faults = NO_FAULTS
+        used = world.ssd.slab.used_bytes
+        await client.delete(stored[1][0])
+        assert world.ssd.slab.used_bytes < used // 2
+        assert where(world, stored[0][0]) == "host"

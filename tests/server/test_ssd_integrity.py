@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from kvservice.departures import Gone
 from kvservice.model.plan import MissReason, Outcome
 from kvservice.ssd import SsdPolicy
 from kvservice.storage.admission import NotAdmitted
@@ -213,7 +214,7 @@ async def test_what_is_deleted_on_its_way_from_ssd_is_gone_when_it_has_arrived()
         await until_parked(reads)
         cache = cache_of(world, stored[0][0])
         assert cache is not None
-        world.node.catalog.hide(cache)
+        world.node.catalog.hide(cache, Gone.DELETED)
         reads.release()
         assert not (await arrived(client, lease))[0].error.code, "a lease is kept"
         await world.ssd.bury([cache])

@@ -276,21 +276,22 @@ class Walk:
             self.counts["hits"] += 1
 
     async def _arrive(self, leased: Leased) -> None:
-        known: list[wire.Arrival] = []
+        step, known = 0, dict[int, wire.Arrival]()
         for _ in range(AWAITS_MAX):
             if leased not in self.leases:
                 return
             try:
-                reply = await self.client.call("Await", wire.AwaitRequest(lease_id=leased.id, known=known))
+                reply = await self.client.call("Await", wire.AwaitRequest(lease_id=leased.id, step=step))
             except KVServiceError:
                 assert leased not in self.leases, "a live lease is waited for"
                 return
-            known = list(reply.arrivals)
-            if all(one.layers == GEOMETRY.layers or one.error.code for one in known):
+            step, known = reply.step, known | {one.offset: one for one in reply.arrivals}
+            if not reply.pending:
+                assert all(one.layers == GEOMETRY.layers or one.error.code for one in known.values()), known
                 break
         else:
             raise AssertionError(f"not all arrives: {known}")
-        leased.errors = {one.offset: one.error.code for one in known if one.error.code}
+        leased.errors = {one.offset: one.error.code for one in known.values() if one.error.code}
         assert set(leased.errors.values()) <= (set() if self.is_readable else ARRIVAL_ERRORS), known
         leased.has_arrived = True
 

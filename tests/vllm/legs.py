@@ -63,7 +63,9 @@ class ServiceProcess:
         command += ["--host-bytes", str(HOST_BYTES), "--grpc-port", "-1", "--http-port", "-1", *self.options]
         self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environment())
         assert self.process.stdout is not None
-        assert "unix:" in self.process.stdout.readline()
+        if "unix:" not in self.process.stdout.readline():
+            self.stop()
+            raise AssertionError(f"the service did not start: {command}")
 
     def stop(self, number: int = signal.SIGTERM) -> None:
         if self.process is not None:

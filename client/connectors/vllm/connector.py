@@ -21,6 +21,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvservice.client.connectors.breaker import Breaker
 from kvservice.client.connectors.vllm.engine_identity import EngineModel, engine_identities
+from kvservice.client.connectors.vllm.identity_file import write_identities
 from kvservice.client.connectors.vllm.link import Link
 from kvservice.client.connectors.vllm.loads import Loads
 from kvservice.client.connectors.vllm.lookups import Lookups
@@ -107,6 +108,7 @@ class KVServiceConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is n
             self._options.chunk_tokens,
             block_size,
         )
+        write_identities(self._options.identity_file, model.identities)
         return SchedulerSide(self._options, block_size, self._chains, lookups, self.counts)
 
     def _build_worker(self, model: EngineModel, block_size: int) -> WorkerSide:

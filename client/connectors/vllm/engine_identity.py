@@ -198,20 +198,43 @@ def _ropes(text: Mapping[str, object], layers: int, head_size: int) -> tuple[Rop
 def _weights(config: Any, options: ConnectorOptions) -> str:
     if not options.is_shared:
         return f"private:{config.kv_transfer_config.engine_id}"
-    model = config.model_config
-    how = 'give "weights" in kv_connector_extra_config, a name that changes with the weights, or "is_shared": false'
-    if getattr(config.load_config, "load_format", "auto") == "dummy":
-        raise _RefusedError(f"its weights are random (load format dummy); {how}")
+    try:
+        return weights_name(config.model_config, config.load_config)
+    except UnnamedWeightsError as error:
+        how = 'give "weights" in kv_connector_extra_config, a name that changes with the weights, or "is_shared": false'
+        raise _RefusedError(f"{error}; {how}") from error
+
+
+class UnnamedWeightsError(Exception):
+    """Why nothing names an engine's weights."""
+
+
+def weights_name(model: Any, load_config: Any) -> str:
+    """What weights are called: the hub's commit, or a digest of a folder (``weights_digest``).
+
+    ``model``, ``load_config``: vLLM's ``ModelConfig`` and ``LoadConfig``. Raises UnnamedWeightsError.
+    """
+    if getattr(load_config, "load_format", "auto") == "dummy":
+        raise UnnamedWeightsError("its weights are random (load format dummy)")
     path = Path(model.model)
     if not path.exists():
         commit = getattr(model.revision, "resolved", None) or _config_commit(model)
         if not commit:
-            raise _RefusedError(f"the revision of {model.model!r} is not known; {how}")
+            raise UnnamedWeightsError(f"the revision of {model.model!r} is not known")
         return str(commit)
     try:
         return f"files:{weights_digest(path)}"
     except InvalidInputError as error:
-        raise _RefusedError(f"no digest of its weights: {error}; {how}") from error
+        raise UnnamedWeightsError(f"no digest of its weights: {error}") from error
+
+
+def config_digest(model: Any) -> str:
+    """A digest of all that a model's configuration says, RoPE above all, with overrides and compute type.
+
+    ``model``: vLLM's ``ModelConfig``. 32 hexadecimal digits.
+    """
+    dtype = str(model.dtype).removeprefix("torch.")
+    return _short_digest({"dtype": dtype, "text": _whole(_plain(model.hf_text_config.to_dict()))})
 
 
 def _config_commit(model: Any) -> object:
@@ -232,9 +255,12 @@ def _salt(model: Any, text: Mapping[str, object]) -> str:
     parts = [f"dtype={str(model.dtype).removeprefix('torch.')}", f"quantization={model.quantization}"]
     parts.append(f"positions={_short_digest(positions)}")
     if model.hf_overrides:
-        whole = {name: value for name, value in text.items() if name not in ("transformers_version", "_name_or_path")}
-        parts.append(f"overrides={_short_digest(whole)}")
+        parts.append(f"overrides={_short_digest(_whole(text))}")
     return ";".join(parts)
+
+
+def _whole(text: Mapping[str, object]) -> Mapping[str, object]:
+    return {name: value for name, value in text.items() if name not in ("transformers_version", "_name_or_path")}
 
 
 def _short_digest(values: object) -> str:

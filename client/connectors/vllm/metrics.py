@@ -4,7 +4,7 @@ Counters are differences since the last ``take``; gauges are the state now. All 
 """
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 COUNTERS: dict[str, str] = {
     "tokens_asked": "Tokens of requests that the engine's own prefix cache did not have.",
@@ -43,23 +43,25 @@ Figures = dict[str, float]
 class Counts:
     """Figures of one side of the connector. Safe from any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, counters: Collection[str] = COUNTERS, gauges: Collection[str] = GAUGES) -> None:
+        self._names = frozenset(counters)
+        self._gauge_names = frozenset(gauges)
         self._lock = threading.Lock()
         self._since: Figures = {}
-        self._total: Figures = dict.fromkeys(COUNTERS, 0)
+        self._total: Figures = dict.fromkeys(counters, 0)
         self._gauges: Figures = {}
         self._told: Figures = {}
 
     def add(self, name: str, amount: float = 1) -> None:
         """Count."""
-        assert name in COUNTERS, name
+        assert name in self._names, name
         with self._lock:
             self._since[name] = self._since.get(name, 0) + amount
             self._total[name] += amount
 
     def set(self, name: str, value: float) -> None:
         """Say where a gauge stands."""
-        assert name in GAUGES, name
+        assert name in self._gauge_names, name
         if self._gauges.get(name) != value:
             with self._lock:
                 self._gauges[name] = value

@@ -1,14 +1,14 @@
 """What a user may set: ``kv_connector_extra_config`` of vLLM's ``--kv-transfer-config``, read once at start.
 
-A wrong option stops the engine's start, with the nearest name that exists: an option that is silently not there costs
-an afternoon. Imports no engine and no torch.
+A wrong option stops the engine's start, with the nearest name that exists. Imports no engine and no torch.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
-from difflib import get_close_matches
+from dataclasses import dataclass, field, replace
 
-from kvservice.model.errors import ConfigError
+from kvservice.client.connectors.option_checks import check_address, check_tenant, read_options
+
+WHERE = "kv_connector_extra_config"
 
 
 def _why(text: str) -> dict[str, str]:
@@ -45,6 +45,10 @@ class ConnectorOptions:
         metadata=_why("digest or revision of LoRA adapters by name; others are read from their folders"),
     )
     tenant: str = field(default="default", metadata=_why("whose caches these are; tenants never share"))
+    identity_file: str = field(
+        default="",
+        metadata=_why("file that the engine's identity is written to at its start, for `kvservice explain`"),
+    )
     lookup_deadline_s: float = field(
         default=0.5, metadata=_why("a lookup not answered by then counts as a miss: the request is computed")
     )
@@ -66,57 +70,9 @@ class ConnectorOptions:
     @classmethod
     def of(cls, extra: Mapping[str, object], block_size: int) -> "ConnectorOptions":
         """Options as the user gave them. Raises ConfigError for an unknown name, a wrong type or a wrong value."""
-        known = {spec.name: spec.type for spec in fields(cls)}
-        for name, value in extra.items():
-            if name not in known:
-                raise ConfigError(f"kv_connector_extra_config: {_unknown(name, list(known))}")
-            _check_type(name, value, known[name])
-        if not extra.get("address"):
-            raise ConfigError(
-                'kv_connector_extra_config: "address" is missing; give the service\'s address, such as '
-                '"unix:/run/user/1000/kvservice.sock" (`kvservice serve` prints it)'
-            )
-        values = {name: float(value) if known[name] is float else value for name, value in extra.items()}  # type: ignore[arg-type]
-        options = cls(**values)  # type: ignore[arg-type]
-        options._check()
+        values = read_options(cls, extra, WHERE)
+        check_address(values.setdefault("address", ""), WHERE)
+        options = cls(**values)
+        check_tenant(options.tenant, WHERE)
         blocks = -(-options.chunk_tokens // block_size)
         return replace(options, chunk_tokens=blocks * block_size)
-
-    def _check(self) -> None:
-        for spec in fields(self):
-            value = getattr(self, spec.name)
-            if spec.type in (int, float) and not 0 < value < float("inf"):
-                raise ConfigError(f"kv_connector_extra_config: {spec.name} must be above 0 and finite, it is {value}")
-        if not self.tenant:
-            raise ConfigError('kv_connector_extra_config: tenant must not be empty; leave it out for "default"')
-        host, _, port = self.address.rpartition(":")
-        if not self.address.startswith("unix:/") and not (host and port.isdecimal()):
-            raise ConfigError(
-                f'kv_connector_extra_config: address {self.address!r} is neither "unix:/path" nor "127.0.0.1:port"'
-            )
-
-
-_TYPE_WORDS: dict[object, str] = {
-    str: "a text in quotes",
-    int: "a whole number without quotes",
-    float: "a number without quotes",
-    bool: "true or false without quotes",
-}
-_MAPPING_WORDS = 'an object of texts, such as {"my-adapter": "3f2a"}'
-
-
-def _check_type(name: str, value: object, kind: object) -> None:
-    if kind not in _TYPE_WORDS:
-        is_right = isinstance(value, Mapping) and all(type(one) is str and one for one in value.values())
-    else:
-        is_right = type(value) is kind or (kind is float and type(value) is int)
-    if not is_right:
-        raise ConfigError(
-            f"kv_connector_extra_config: {name} must be {_TYPE_WORDS.get(kind, _MAPPING_WORDS)}, it is {value!r}"
-        )
-
-
-def _unknown(name: str, known: list[str]) -> str:
-    nearest = get_close_matches(name, known, n=1)
-    hint = f"did you mean {nearest[0]!r}? " if nearest else ""
-    return f"unknown option {name!r}; {hint}Known are {', '.join(known)}"

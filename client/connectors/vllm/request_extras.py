@@ -47,15 +47,13 @@ class ExtrasReader:
             adapter = self._adapter_parts(getattr(request, "lora_request", None))
         except InvalidInputError as error:
             return RequestExtras(refusal=str(error))
-        salt = (getattr(request, "cache_salt", None) or "").encode()
-        extra = digest(b"kvservice request\0", salt, *adapter) if salt or adapter else b""
+        extra = request_extra(getattr(request, "cache_salt", None) or "", *adapter)
         return RequestExtras(extra, tuple(_item(one) for one in getattr(request, "mm_features", None) or ()))
 
-    def _adapter_parts(self, adapter: Any) -> tuple[bytes, ...]:
+    def _adapter_parts(self, adapter: Any) -> tuple[str, ...]:
         if adapter is None:
             return ()
-        found = self._given.get(adapter.lora_name) or self._digest_on_disk(adapter)
-        return (adapter.lora_name.encode(), found.encode())
+        return (adapter.lora_name, self._given.get(adapter.lora_name) or self._digest_on_disk(adapter))
 
     def _digest_on_disk(self, adapter: Any) -> str:
         """As of when the engine first used it: what is in its files later may not be what it has loaded."""
@@ -71,6 +69,12 @@ class ExtrasReader:
                 f"the files of adapter {adapter.lora_name!r} changed under its name; load it under another id or name"
             )
         return known.digest
+
+
+def request_extra(cache_salt: str, *adapter: str) -> bytes:
+    """For ``ChunkChain``, of a request with this salt and adapter (its name and digest); empty if it has neither."""
+    parts = [part.encode() for part in (cache_salt, *adapter)]
+    return digest(b"kvservice request\0", *parts) if cache_salt or adapter else b""
 
 
 def _stamp(folder: Path) -> tuple[tuple[str, int, int], ...]:

@@ -205,20 +205,24 @@ class Location(_message.Message):
     def __init__(self, tier: _Optional[int] = ..., extent: _Optional[_Union[Extent, _Mapping]] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class AwaitRequest(_message.Message):
-    __slots__ = ("session", "lease_id", "known")
+    __slots__ = ("session", "lease_id", "step")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
-    KNOWN_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
     session: SessionRef
     lease_id: int
-    known: _containers.RepeatedCompositeFieldContainer[Arrival]
-    def __init__(self, session: _Optional[_Union[SessionRef, _Mapping]] = ..., lease_id: _Optional[int] = ..., known: _Optional[_Iterable[_Union[Arrival, _Mapping]]] = ...) -> None: ...
+    step: int
+    def __init__(self, session: _Optional[_Union[SessionRef, _Mapping]] = ..., lease_id: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
 
 class AwaitReply(_message.Message):
-    __slots__ = ("arrivals",)
+    __slots__ = ("arrivals", "step", "pending")
     ARRIVALS_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    PENDING_FIELD_NUMBER: _ClassVar[int]
     arrivals: _containers.RepeatedCompositeFieldContainer[Arrival]
-    def __init__(self, arrivals: _Optional[_Iterable[_Union[Arrival, _Mapping]]] = ...) -> None: ...
+    step: int
+    pending: int
+    def __init__(self, arrivals: _Optional[_Iterable[_Union[Arrival, _Mapping]]] = ..., step: _Optional[int] = ..., pending: _Optional[int] = ...) -> None: ...
 
 class Arrival(_message.Message):
     __slots__ = ("offset", "layers", "error")
@@ -427,6 +431,104 @@ class VerifyReply(_message.Message):
     OUTCOMES_FIELD_NUMBER: _ClassVar[int]
     outcomes: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, outcomes: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ExplainRequest(_message.Message):
+    __slots__ = ("session", "prompts")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    PROMPTS_FIELD_NUMBER: _ClassVar[int]
+    session: SessionRef
+    prompts: _containers.RepeatedCompositeFieldContainer[PromptQuery]
+    def __init__(self, session: _Optional[_Union[SessionRef, _Mapping]] = ..., prompts: _Optional[_Iterable[_Union[PromptQuery, _Mapping]]] = ...) -> None: ...
+
+class ExplainReply(_message.Message):
+    __slots__ = ("prompts", "namespaces", "remembered_s", "has_ssd")
+    PROMPTS_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACES_FIELD_NUMBER: _ClassVar[int]
+    REMEMBERED_S_FIELD_NUMBER: _ClassVar[int]
+    HAS_SSD_FIELD_NUMBER: _ClassVar[int]
+    prompts: _containers.RepeatedCompositeFieldContainer[PromptExplanation]
+    namespaces: _containers.RepeatedCompositeFieldContainer[NamespaceExplanation]
+    remembered_s: float
+    has_ssd: bool
+    def __init__(self, prompts: _Optional[_Iterable[_Union[PromptExplanation, _Mapping]]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceExplanation, _Mapping]]] = ..., remembered_s: _Optional[float] = ..., has_ssd: _Optional[bool] = ...) -> None: ...
+
+class PromptExplanation(_message.Message):
+    __slots__ = ("segments",)
+    SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    segments: _containers.RepeatedCompositeFieldContainer[SegmentExplanation]
+    def __init__(self, segments: _Optional[_Iterable[_Union[SegmentExplanation, _Mapping]]] = ...) -> None: ...
+
+class NamespaceExplanation(_message.Message):
+    __slots__ = ("namespace", "pinned_reason", "held_segments", "lengths", "known")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    PINNED_REASON_FIELD_NUMBER: _ClassVar[int]
+    HELD_SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    LENGTHS_FIELD_NUMBER: _ClassVar[int]
+    KNOWN_FIELD_NUMBER: _ClassVar[int]
+    namespace: bytes
+    pinned_reason: str
+    held_segments: int
+    lengths: _containers.RepeatedCompositeFieldContainer[SegmentLength]
+    known: _containers.RepeatedCompositeFieldContainer[KnownIdentity]
+    def __init__(self, namespace: _Optional[bytes] = ..., pinned_reason: _Optional[str] = ..., held_segments: _Optional[int] = ..., lengths: _Optional[_Iterable[_Union[SegmentLength, _Mapping]]] = ..., known: _Optional[_Iterable[_Union[KnownIdentity, _Mapping]]] = ...) -> None: ...
+
+class SegmentLength(_message.Message):
+    __slots__ = ("tokens", "segments")
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    tokens: int
+    segments: int
+    def __init__(self, tokens: _Optional[int] = ..., segments: _Optional[int] = ...) -> None: ...
+
+class KnownIdentity(_message.Message):
+    __slots__ = ("identity", "segments")
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    identity: str
+    segments: int
+    def __init__(self, identity: _Optional[str] = ..., segments: _Optional[int] = ...) -> None: ...
+
+class SegmentExplanation(_message.Message):
+    __slots__ = ("reason", "match", "found", "age_s", "detail", "is_of_other_context", "contexts", "nearest", "held_tokens")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    MATCH_FIELD_NUMBER: _ClassVar[int]
+    FOUND_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    IS_OF_OTHER_CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    CONTEXTS_FIELD_NUMBER: _ClassVar[int]
+    NEAREST_FIELD_NUMBER: _ClassVar[int]
+    HELD_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    reason: int
+    match: int
+    found: HeldCache
+    age_s: float
+    detail: str
+    is_of_other_context: bool
+    contexts: int
+    nearest: _containers.RepeatedCompositeFieldContainer[HeldCache]
+    held_tokens: int
+    def __init__(self, reason: _Optional[int] = ..., match: _Optional[int] = ..., found: _Optional[_Union[HeldCache, _Mapping]] = ..., age_s: _Optional[float] = ..., detail: _Optional[str] = ..., is_of_other_context: _Optional[bool] = ..., contexts: _Optional[int] = ..., nearest: _Optional[_Iterable[_Union[HeldCache, _Mapping]]] = ..., held_tokens: _Optional[int] = ...) -> None: ...
+
+class HeldCache(_message.Message):
+    __slots__ = ("context", "position", "provenance", "kind", "tiers", "is_arriving", "preceding", "affinity")
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    PROVENANCE_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    IS_ARRIVING_FIELD_NUMBER: _ClassVar[int]
+    PRECEDING_FIELD_NUMBER: _ClassVar[int]
+    AFFINITY_FIELD_NUMBER: _ClassVar[int]
+    context: bytes
+    position: int
+    provenance: str
+    kind: int
+    tiers: _containers.RepeatedScalarFieldContainer[int]
+    is_arriving: bool
+    preceding: int
+    affinity: int
+    def __init__(self, context: _Optional[bytes] = ..., position: _Optional[int] = ..., provenance: _Optional[str] = ..., kind: _Optional[int] = ..., tiers: _Optional[_Iterable[int]] = ..., is_arriving: _Optional[bool] = ..., preceding: _Optional[int] = ..., affinity: _Optional[int] = ...) -> None: ...
 
 class StatsRequest(_message.Message):
     __slots__ = ()

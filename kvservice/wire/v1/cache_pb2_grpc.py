@@ -94,6 +94,11 @@ class CacheServiceStub:
                 request_serializer=kvservice_dot_wire_dot_v1_dot_cache__pb2.StatsRequest.SerializeToString,
                 response_deserializer=kvservice_dot_wire_dot_v1_dot_cache__pb2.StatsReply.FromString,
                 _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/kvservice.wire.v1.CacheService/Explain',
+                request_serializer=kvservice_dot_wire_dot_v1_dot_cache__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=kvservice_dot_wire_dot_v1_dot_cache__pb2.ExplainReply.FromString,
+                _registered_method=True)
 
 
 class CacheServiceServicer:
@@ -114,7 +119,7 @@ class CacheServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Await(self, request, context):
-        """Waits until more of what a lease promised has arrived in the arena than the caller knows of.
+        """Waits until more of what a lease promised has arrived in the arena than the caller has heard of.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -172,6 +177,13 @@ class CacheServiceServicer:
 
     def Stats(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Explain(self, request, context):
+        """Why the segments of prompts are found or not. Leases and changes nothing; for people and tools.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -238,6 +250,11 @@ def add_CacheServiceServicer_to_server(servicer, server):
                     servicer.Stats,
                     request_deserializer=kvservice_dot_wire_dot_v1_dot_cache__pb2.StatsRequest.FromString,
                     response_serializer=kvservice_dot_wire_dot_v1_dot_cache__pb2.StatsReply.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=kvservice_dot_wire_dot_v1_dot_cache__pb2.ExplainRequest.FromString,
+                    response_serializer=kvservice_dot_wire_dot_v1_dot_cache__pb2.ExplainReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -564,6 +581,33 @@ class CacheService:
             '/kvservice.wire.v1.CacheService/Stats',
             kvservice_dot_wire_dot_v1_dot_cache__pb2.StatsRequest.SerializeToString,
             kvservice_dot_wire_dot_v1_dot_cache__pb2.StatsReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvservice.wire.v1.CacheService/Explain',
+            kvservice_dot_wire_dot_v1_dot_cache__pb2.ExplainRequest.SerializeToString,
+            kvservice_dot_wire_dot_v1_dot_cache__pb2.ExplainReply.FromString,
             options,
             channel_credentials,
             insecure,
