@@ -390,3 +390,16 @@ def test_a_service_that_was_restarted_is_asked_again(world: World) -> None:
     world.link._session._leases.clear()  # as its keeper does when the node knows the session no more
     assert world.side.matched_tokens(request, 0) == (None, False)
     assert world.answer(request) == (24, True)
+
+
+@pytest.mark.parametrize(("least", "promised"), [(16, 16), (17, 0)])
+def test_fewer_tokens_than_are_worth_a_load_are_not_promised(
+    service: Service, identities: list[Identity], least: int, promised: int
+) -> None:
+    world = World(service, identities, load_tokens_min=least)
+    request = FakeRequest("a", PROMPT)
+    world.store(PROMPT)
+    assert world.answer(request, local=8) == (promised, promised > 0)
+    allocate(world, request, promised)
+    world.side.ended(request)
+    world.side.close()

@@ -26,6 +26,10 @@ class ConnectorOptions:
         default=256,
         metadata=_why("tokens of a record, rounded up to whole blocks: fewer find more of a prompt, more cost less"),
     )
+    load_tokens_min: int = field(
+        default=1,
+        metadata=_why("fewer found tokens than that are computed: a load has a price of its own, see load_seconds"),
+    )
     is_async: bool = field(
         default=True,
         metadata=_why("load between steps; false: in the step, layer by layer, which stalls the step's other requests"),

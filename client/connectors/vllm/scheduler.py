@@ -114,8 +114,10 @@ class SchedulerSide:
             self._ask(tracked)
         if tracked.ticket is None or tracked.ticket.answer is None:
             return self._not_yet(tracked)
-        count = max(tracked.held_end() - local, 0)
-        return count, count > 0 and self._options.is_async
+        count = tracked.held_end() - local
+        if count < self._options.load_tokens_min:
+            return 0, False
+        return count, self._options.is_async
 
     def allocated(self, request: Request, block_ids: Callable[[], Sequence[Sequence[int]]], count: int) -> None:
         """The scheduler has given the request blocks, and takes ``count`` tokens of what was promised."""
