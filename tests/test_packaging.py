@@ -3,11 +3,13 @@
 import subprocess
 import sys
 import tarfile
+import tomllib
 import venv
 import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from kvservice import __version__
 
@@ -91,6 +93,16 @@ def test_generated_code_is_current(tmp_path: Path) -> None:
     assert made == {path.relative_to(ROOT) for path in (ROOT / "kvservice/wire/v1").glob("*_pb2*")}
     for path in made:
         assert (tmp_path / path).read_text() == (ROOT / path).read_text(), path
+
+
+def test_generated_code_runs_on_the_oldest_versions_that_are_allowed() -> None:
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        needs = map(Requirement, tomllib.load(file)["project"]["dependencies"])
+    oldest = {one.name: str(next(iter(one.specifier)).version) for one in needs}
+    wire = (ROOT / "kvservice/wire/v1/cache_pb2.py").read_text()
+    assert f"# Protobuf Python Version: {oldest['protobuf']}\n" in wire
+    calls = (ROOT / "kvservice/wire/v1/cache_pb2_grpc.py").read_text()
+    assert calls.count(f"GRPC_GENERATED_VERSION = '{oldest['grpcio']}.0'") == 1
 
 
 def test_node_runs_without_torch(tmp_path: Path) -> None:

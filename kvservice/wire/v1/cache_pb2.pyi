@@ -46,7 +46,7 @@ class Hello(_message.Message):
     client_name: str
     wants_write: bool
     identities: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, client_name: _Optional[str] = ..., wants_write: _Optional[bool] = ..., identities: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, client_name: _Optional[str] = ..., wants_write: bool = ..., identities: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class RegisterIdentities(_message.Message):
     __slots__ = ("identities",)
@@ -144,7 +144,7 @@ class SegmentQuery(_message.Message):
     tokens: int
     may_shift: bool
     affinity_min: int
-    def __init__(self, segment: _Optional[bytes] = ..., accepted_contexts: _Optional[_Iterable[bytes]] = ..., position: _Optional[int] = ..., tokens: _Optional[int] = ..., may_shift: _Optional[bool] = ..., affinity_min: _Optional[int] = ...) -> None: ...
+    def __init__(self, segment: _Optional[bytes] = ..., accepted_contexts: _Optional[_Iterable[bytes]] = ..., position: _Optional[int] = ..., tokens: _Optional[int] = ..., may_shift: bool = ..., affinity_min: _Optional[int] = ...) -> None: ...
 
 class LookupReply(_message.Message):
     __slots__ = ("lease", "prompts")
@@ -272,7 +272,7 @@ class ReserveOutcome(_message.Message):
     reserved: Reservation
     exists: bool
     error: ItemError
-    def __init__(self, reserved: _Optional[_Union[Reservation, _Mapping]] = ..., exists: _Optional[bool] = ..., error: _Optional[_Union[ItemError, _Mapping]] = ...) -> None: ...
+    def __init__(self, reserved: _Optional[_Union[Reservation, _Mapping]] = ..., exists: bool = ..., error: _Optional[_Union[ItemError, _Mapping]] = ...) -> None: ...
 
 class Reservation(_message.Message):
     __slots__ = ("id", "extent")
@@ -368,7 +368,7 @@ class Candidate(_message.Message):
     deviation: float
     is_mirror: bool
     record_bytes: int
-    def __init__(self, context: _Optional[bytes] = ..., deviation: _Optional[float] = ..., is_mirror: _Optional[bool] = ..., record_bytes: _Optional[int] = ...) -> None: ...
+    def __init__(self, context: _Optional[bytes] = ..., deviation: _Optional[float] = ..., is_mirror: bool = ..., record_bytes: _Optional[int] = ...) -> None: ...
 
 class RenewRequest(_message.Message):
     __slots__ = ("session", "lease_ids", "lease_ttl_s")
@@ -450,7 +450,7 @@ class ExplainReply(_message.Message):
     namespaces: _containers.RepeatedCompositeFieldContainer[NamespaceExplanation]
     remembered_s: float
     has_ssd: bool
-    def __init__(self, prompts: _Optional[_Iterable[_Union[PromptExplanation, _Mapping]]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceExplanation, _Mapping]]] = ..., remembered_s: _Optional[float] = ..., has_ssd: _Optional[bool] = ...) -> None: ...
+    def __init__(self, prompts: _Optional[_Iterable[_Union[PromptExplanation, _Mapping]]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceExplanation, _Mapping]]] = ..., remembered_s: _Optional[float] = ..., has_ssd: bool = ...) -> None: ...
 
 class PromptExplanation(_message.Message):
     __slots__ = ("segments",)
@@ -508,7 +508,7 @@ class SegmentExplanation(_message.Message):
     contexts: int
     nearest: _containers.RepeatedCompositeFieldContainer[HeldCache]
     held_tokens: int
-    def __init__(self, reason: _Optional[int] = ..., match: _Optional[int] = ..., found: _Optional[_Union[HeldCache, _Mapping]] = ..., age_s: _Optional[float] = ..., detail: _Optional[str] = ..., is_of_other_context: _Optional[bool] = ..., contexts: _Optional[int] = ..., nearest: _Optional[_Iterable[_Union[HeldCache, _Mapping]]] = ..., held_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, reason: _Optional[int] = ..., match: _Optional[int] = ..., found: _Optional[_Union[HeldCache, _Mapping]] = ..., age_s: _Optional[float] = ..., detail: _Optional[str] = ..., is_of_other_context: bool = ..., contexts: _Optional[int] = ..., nearest: _Optional[_Iterable[_Union[HeldCache, _Mapping]]] = ..., held_tokens: _Optional[int] = ...) -> None: ...
 
 class HeldCache(_message.Message):
     __slots__ = ("context", "position", "provenance", "kind", "tiers", "is_arriving", "preceding", "affinity")
@@ -528,7 +528,7 @@ class HeldCache(_message.Message):
     is_arriving: bool
     preceding: int
     affinity: int
-    def __init__(self, context: _Optional[bytes] = ..., position: _Optional[int] = ..., provenance: _Optional[str] = ..., kind: _Optional[int] = ..., tiers: _Optional[_Iterable[int]] = ..., is_arriving: _Optional[bool] = ..., preceding: _Optional[int] = ..., affinity: _Optional[int] = ...) -> None: ...
+    def __init__(self, context: _Optional[bytes] = ..., position: _Optional[int] = ..., provenance: _Optional[str] = ..., kind: _Optional[int] = ..., tiers: _Optional[_Iterable[int]] = ..., is_arriving: bool = ..., preceding: _Optional[int] = ..., affinity: _Optional[int] = ...) -> None: ...
 
 class StatsRequest(_message.Message):
     __slots__ = ()

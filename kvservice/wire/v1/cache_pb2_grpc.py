@@ -5,7 +5,7 @@ import warnings
 
 from kvservice.wire.v1 import cache_pb2 as kvservice_dot_wire_dot_v1_dot_cache__pb2
 
-GRPC_GENERATED_VERSION = '1.85.1'
+GRPC_GENERATED_VERSION = '1.78.0'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 
@@ -25,7 +25,7 @@ if _version_not_supported:
     )
 
 
-class CacheServiceStub:
+class CacheServiceStub(object):
     """Missing associated documentation comment in .proto file."""
 
     def __init__(self, channel):
@@ -101,7 +101,7 @@ class CacheServiceStub:
                 _registered_method=True)
 
 
-class CacheServiceServicer:
+class CacheServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def OpenSession(self, request_iterator, context):
@@ -264,7 +264,7 @@ def add_CacheServiceServicer_to_server(servicer, server):
 
 
  # This class is part of an EXPERIMENTAL API.
-class CacheService:
+class CacheService(object):
     """Missing associated documentation comment in .proto file."""
 
     @staticmethod

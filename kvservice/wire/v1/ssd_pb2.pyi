@@ -30,7 +30,7 @@ class SsdRecord(_message.Message):
     preceding: bytes
     master_context: bytes
     master_generation: int
-    def __init__(self, record_bytes: _Optional[int] = ..., generation: _Optional[int] = ..., header_checksum: _Optional[int] = ..., sequence: _Optional[int] = ..., prefill_s: _Optional[float] = ..., is_deleted: _Optional[bool] = ..., provenance: _Optional[str] = ..., position: _Optional[int] = ..., tokens: _Optional[int] = ..., preceding: _Optional[bytes] = ..., master_context: _Optional[bytes] = ..., master_generation: _Optional[int] = ...) -> None: ...
+    def __init__(self, record_bytes: _Optional[int] = ..., generation: _Optional[int] = ..., header_checksum: _Optional[int] = ..., sequence: _Optional[int] = ..., prefill_s: _Optional[float] = ..., is_deleted: bool = ..., provenance: _Optional[str] = ..., position: _Optional[int] = ..., tokens: _Optional[int] = ..., preceding: _Optional[bytes] = ..., master_context: _Optional[bytes] = ..., master_generation: _Optional[int] = ...) -> None: ...
 
 class SsdNote(_message.Message):
     __slots__ = ("kind", "extent_bytes", "sequence", "payload")
