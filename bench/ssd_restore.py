@@ -1,41 +1,45 @@
 """How much longer than reading takes it to get a cache from SSD into paged KV: looked up, verified, restored?
 
-A node in this process; one segment of 16 or 64 MiB whose record is only on the slab. In turn: its pieces are read with
-O_DIRECT into an aligned buffer by as many threads as the node has (nothing else), and it is looked up and restored to
-other positions of paged KV, every layer verified, which ends when the last layer is in place. Asked: 0.9 of the raw
-read's rate. Prints a table and writes build/bench/ssd_restore.json. Run: python bench/ssd_restore.py
+The node is a process of its own. Its memory holds one record and a half, so that of two segments of 16 or 64 MiB, each
+looked up in turn, the one that is asked for is on its slab alone. Before each, as many bytes of the slab's file are
+read with O_DIRECT into an aligned buffer by as many threads as the node has (nothing else). A restore ends when the
+last layer is in place, at other positions than it was stored for, every layer verified by the node. Asked: 0.9 of the
+raw read's rate. Prints a table and writes build/bench/ssd_restore.json. Run: python bench/ssd_restore.py
 """
 
 import argparse
+import gc
 import json
+import os
 import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from kvservice.app import LocalNode
-from kvservice.caches import Cache
 from kvservice.client import Client, PartKind, ReusePolicy, RoundPrompt
-from kvservice.config import Settings
+from kvservice.config import process_environment
+from kvservice.model.cache import Tier
 from kvservice.model.geometry import attention_geometry
 from kvservice.model.identity import Identity
 from kvservice.model.rope import rope_from_parameters
-from kvservice.node import Node
-from kvservice.storage.buffer import Bytes
 from kvservice.storage.disk import block_buffer
-from kvservice.storage.slab import Slab
+from kvservice.storage.slab import SLAB_NAME
 
-MIB = 1 << 20
+MIB, BLOCK_BYTES = 1 << 20, 4096
 LAYERS, HEADS, HEAD_SIZE, BLOCK_SIZE = 32, 4, 128, 16
 TOKEN_BYTES = LAYERS * 2 * HEADS * HEAD_SIZE * 2
 THREADS = 2
+PIECE_BYTES, START_TIMEOUT_S = 2 * MIB, 60.0
 FOLDER, RESULT = Path("build/bench"), Path("build/bench/ssd_restore.json")
 
 
@@ -53,68 +57,92 @@ class Figure:
 
 
 class Bench:
-    """A node with one stored segment, and an engine's paged KV to restore it to."""
+    """Two stored segments, and an engine's paged KV to restore them to."""
 
-    def __init__(self, node: LocalNode, client: Client, tokens: int) -> None:
-        self.node, self.client, self.tokens = node, client, tokens
+    def __init__(self, client: Client, slab: Path, tokens: int) -> None:
+        self.client, self.tokens = client, tokens
         blocks = 2 * tokens // BLOCK_SIZE
         self.paged = [
             [torch.randn((blocks, BLOCK_SIZE, HEADS, HEAD_SIZE)).bfloat16() for _ in range(2)] for _ in range(LAYERS)
         ]
         order = torch.randperm(blocks)
         self.slots = (order[:, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE)).flatten()
-        self.prompt = self._prompt(0)
-        client.store(self.prompt, self.paged, self.slots[:tokens])
-        self.buffer = block_buffer(tokens * TOKEN_BYTES + 2 * MIB)
+        for number in range(2):
+            client.store(self._prompt(number), self.paged, self.slots[:tokens])
+            self._await_ssd(number + 1)
+        self.shifted = [self._prompt(number, BLOCK_SIZE) for number in range(2)]
+        self.buffer = block_buffer(tokens * TOKEN_BYTES)
+        self.file = os.open(slab, os.O_RDONLY | os.O_DIRECT)
         self.threads = ThreadPoolExecutor(THREADS)
 
-    def _prompt(self, private: int) -> RoundPrompt:
+    def close(self) -> None:
+        """End the threads."""
+        self.threads.shutdown()
+        os.close(self.file)
+
+    def _prompt(self, number: int, private: int = 0) -> RoundPrompt:
         parts = [(PartKind.PRIVATE, [3] * private)] if private else []
-        shared = (PartKind.SHARED, [7 + index % 1000 for index in range(self.tokens)])
+        shared = (PartKind.SHARED, [7 + (index + number) % 1000 for index in range(self.tokens)])
         policy = ReusePolicy("none", 1)
         return RoundPrompt.from_parts(self.client.namespace, [*parts, shared], policy=policy, chunk_tokens=BLOCK_SIZE)
 
-    def cache(self) -> Cache:
-        """The segment's cache, with its record on the slab alone."""
-        return self.node.on_loop(_only_cache)
-
-    def leave_host(self) -> None:
-        """Evict the host copy, once it is on the slab."""
-        deadline_s = time.monotonic() + 60
-        while not self.cache().is_on_ssd:
+    def _await_ssd(self, caches: int) -> None:
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        while True:
+            tier = self.client.stats()["ssd"]
+            if isinstance(tier, dict) and tier["caches"] == caches:
+                return
             assert time.monotonic() < deadline_s, "the record did not come to the slab"
             time.sleep(0.01)
-        self.node.on_loop(lambda node: node.catalog.evict_host())
-        assert not self.cache().is_on_host
 
     def read(self) -> None:
-        """Read all pieces, nothing else."""
-        slab, extent = self.node.on_loop(_slab), self.cache().ssd_extent
+        """Read as many bytes as a record has, nothing else."""
 
-        def piece(bounds: tuple[int, int]) -> None:
-            target: Bytes = self.buffer[bounds[0] : bounds[1]]
-            slab.read_piece(extent, *bounds, target)
+        def piece(start: int) -> None:
+            os.preadv(self.file, [self.buffer[start : start + PIECE_BYTES].data], BLOCK_BYTES + start)
 
-        list(self.threads.map(piece, slab.pieces(extent)))
+        list(self.threads.map(piece, range(0, len(self.buffer), PIECE_BYTES)))
 
-    def restore(self) -> None:
+    def restore(self, number: int) -> None:
         """Look it up behind a short history, and restore it there."""
-        prompt = self._prompt(BLOCK_SIZE)
+        prompt = self.shifted[number]
         with self.client.lookup([prompt]) as plans:
-            assert plans.hit_tokens == self.tokens
+            (_, planned), *more = plans[0].hits
+            assert not more
+            assert planned.record is not None
+            assert planned.record.tier is Tier.SSD
             slots = self.slots[: prompt.token_count]
             self.client.restore(plans, self.paged, [slots], verify=False).wait()  # the node verified every layer
 
 
-def _only_cache(node: Node) -> Cache:
-    families = (family for space in node.catalog.spaces.values() for family in space.families.values())
-    (cache,) = (cache for family in families for cache in family.members.values())
-    return cache
-
-
-def _slab(node: Node) -> Slab:
-    assert node.ssd is not None
-    return node.ssd.slab
+@contextmanager
+def running_node(folder: Path, record_mib: int) -> Iterator[str]:
+    """A node of its own; its address."""
+    command = [
+        sys.executable,
+        "-m",
+        "kvservice",
+        "serve",
+        "--socket",
+        str(folder / "k.sock"),
+        "--grpc-port",
+        "-1",
+        "--log-level",
+        "WARNING",
+    ]
+    command += ["--http-port", "-1", "--host-bytes", str(record_mib * 3 // 2 * MIB), "--staging-bytes", "0"]
+    command += ["--ssd-folder", str(folder / "ssd"), "--ssd-bytes", str(4 * record_mib * MIB)]
+    command += ["--ssd-free-floor-bytes", "0", "--scrub-bytes-per-s", "0", "--ssd-threads", str(THREADS)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=process_environment())
+    assert process.stdout is not None
+    try:
+        if "unix:" not in process.stdout.readline():
+            raise SystemExit("the node did not start")
+        yield f"unix:{folder}/k.sock"
+    finally:
+        process.terminate()
+        process.wait(START_TIMEOUT_S)
+        process.stdout.close()
 
 
 def timed(work: Callable[[], object]) -> float:
@@ -127,17 +155,14 @@ def timed(work: Callable[[], object]) -> float:
 def measure(record_mib: int, rounds: int, folder: Path) -> Figure:
     """One size."""
     tokens = record_mib * MIB // TOKEN_BYTES // BLOCK_SIZE * BLOCK_SIZE
-    settings = Settings(
-        socket=str(folder / "k.sock"), grpc_port=-1, http_port=-1, host_bytes=4 * record_mib * MIB,
-        ssd_folder=str(folder / "ssd"), ssd_bytes=4 * record_mib * MIB, ssd_free_floor_bytes=0, scrub_bytes_per_s=0,
-        ssd_threads=THREADS,
-    )  # fmt: skip
-    with LocalNode(settings) as node, Client.in_process(node, make_identity()) as client:
-        bench, pairs = Bench(node, client, tokens), list[tuple[float, float]]()
-        for _ in range(rounds + 1):
-            bench.leave_host()
-            pairs.append((timed(bench.read), timed(bench.restore)))
-    return make_figure(record_mib, tokens * TOKEN_BYTES, pairs[1:])  # the first compiles
+    with running_node(folder, record_mib) as address, Client.connect(address, make_identity()) as client:
+        bench, pairs = Bench(client, folder / "ssd" / SLAB_NAME, tokens), list[tuple[float, float]]()
+        for number in range(rounds + 2):
+            pairs.append((timed(bench.read), timed(partial(bench.restore, number % 2))))
+            if number == 1:
+                gc.freeze()  # as engines do once they have started
+        bench.close()
+    return make_figure(record_mib, tokens * TOKEN_BYTES, pairs[2:])  # the first compiles
 
 
 def make_identity() -> Identity:
