@@ -48,6 +48,7 @@ def leg(spec: Mapping[str, Any]) -> None:
     from vllm import LLM, SamplingParams
     from vllm.config import KVTransferConfig
 
+    hook_us = time_hook() if "kvservice" in str(spec["transfer"]) else []
     transfer = spec["transfer"] and KVTransferConfig(**spec["transfer"])
     llm = LLM(
         model=spec["model"], enforce_eager=True, dtype="bfloat16", block_size=BLOCK, max_model_len=2048,
@@ -64,10 +65,26 @@ def leg(spec: Mapping[str, Any]) -> None:
         time.sleep(spec["pause_s"])
     llm.llm_engine.engine_core.shutdown()
     skip = len(spec["warm_up"])
-    figures = {"seconds": seconds[skip:], "tokens": tokens[skip:], "cached": cached[skip:]}
+    figures = {"seconds": seconds[skip:], "tokens": tokens[skip:], "cached": cached[skip:], "hook_us": hook_us}
     sys.stdout.write(MARK + json.dumps(figures) + "\n")
     sys.stdout.flush()
     os._exit(0)  # some connectors' threads never end
+
+
+def time_hook() -> list[float]:
+    """Microseconds of every call of get_num_new_matched_tokens from here on, each a step in which it is asked."""
+    from kvservice.client.connectors.vllm import KVServiceConnector
+
+    original, spent = KVServiceConnector.get_num_new_matched_tokens, list[float]()
+
+    def timed(self: Any, *args: Any) -> Any:
+        started_s = time.perf_counter()
+        answer = original(self, *args)
+        spent.append((time.perf_counter() - started_s) * 1e6)
+        return answer
+
+    setattr(KVServiceConnector, "get_num_new_matched_tokens", timed)  # noqa: B010
+    return spent
 
 
 # The parent
@@ -199,6 +216,9 @@ def report(found: Legs) -> dict[str, Any]:
         for ours, theirs in zip(mine["seconds"], other["seconds"], strict=True)
     ]
     summary["lmcache_over_kvservice"] = quartiles(pairs)
+    hook_us = sorted(one for run in found["kvservice loads"] for one in run["hook_us"])
+    summary["hook_us"] = {"calls": len(hook_us), "p50": statistics.median(hook_us), "max": hook_us[-1]}
+    print(f"get_num_new_matched_tokens: {summary['hook_us']}")
     print("LMCache's time over ours, loading: {1:.2f} ({0:.2f}-{2:.2f})".format(*quartiles(pairs)))
     return summary
 

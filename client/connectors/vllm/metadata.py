@@ -53,7 +53,7 @@ NOTHING = StepOrders()
 IDLE = StepOrders(is_idle=True)
 """The orders of steps without work: one object each, since an engine that waits makes many steps a second."""
 
-IDLE_WAIT_S = 0.002
+IDLE_WAIT_S = 0.005
 """How long an idle step waits, at most, for a lookup or a load to end. Without it the engine's thread goes round and
 round, and holds the GIL that the loading threads need: a load of 23 MB took 0.48 s instead of 0.18 s."""
 

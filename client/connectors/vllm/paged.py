@@ -79,11 +79,11 @@ class EnginePaged:
 
     def place(self, block_ids: Sequence[int], skip: int, count: int) -> Place:
         """Where the tokens behind the first ``skip`` ones of these blocks lie."""
-        places = torch.arange(skip, skip + count, dtype=torch.int64)
-        numbers = torch.tensor(block_ids, dtype=torch.int64)
-        slots: Tensor = numbers[places // self.block_size] * self.block_size + places % self.block_size
+        places = np.arange(skip, skip + count, dtype=np.int64)
+        numbers = np.array(block_ids, np.int64)
+        slots = numbers[places // self.block_size] * self.block_size + places % self.block_size
         is_whole = self._is_fast and count > 0 and skip % self._unit == 0 and count % self._unit == 0
-        return Place(slots, (slots[:: self._unit] // self._unit).numpy() if is_whole else None)
+        return Place(torch.from_numpy(slots), slots[:: self._unit] // self._unit if is_whole else None)
 
     def fence(self) -> Callable[[], None]:
         """What a thread that writes has to call first: it waits until what the engine has queued so far is done.

@@ -14,7 +14,7 @@ from kvservice.client.arrivals import Arrivals
 from kvservice.client.session import Session
 from kvservice.model.cache import CacheKind, Extent, Tier
 from kvservice.model.errors import CorruptError, InvalidInputError, RecordFormatError, UnavailableError
-from kvservice.model.identity import Identity
+from kvservice.model.identity import Identity, Namespace
 from kvservice.model.plan import Location
 from kvservice.model.segment import CacheKey
 from kvservice.storage.buffer import StorageBits, checksum
@@ -44,10 +44,13 @@ class FoundRecord:
 class ChunkReader:
     """One found chunk. Used by one thread."""
 
-    def __init__(self, session: Session, identity: Identity, arrivals: Arrivals, found: FoundRecord) -> None:
+    def __init__(
+        self, session: Session, identity: Identity, namespace: Namespace, arrivals: Arrivals, found: FoundRecord
+    ) -> None:
         self.found = found
         self._session = session
         self._identity = identity
+        self._namespace = namespace
         self._arrivals = arrivals
         self._rows = RowSizes.of(identity.geometry)
         self._record: RecordReader | None = None
@@ -83,7 +86,7 @@ class ChunkReader:
         meta = self._record.meta
         said = (meta.namespace, meta.key, meta.tokens, meta.geometry, self._record.generation)
         wanted = (
-            self._identity.namespace(),
+            self._namespace,
             self.found.key,
             self.found.tokens,
             self._identity.geometry,
