@@ -72,7 +72,7 @@ def leg(spec: Mapping[str, Any]) -> None:
 
 
 def time_hook() -> list[float]:
-    """Microseconds of every call of get_num_new_matched_tokens from here on, each a step in which it is asked."""
+    """Microseconds of every call of get_num_new_matched_tokens from here on that has an answer."""
     from kvservice.client.connectors.vllm import KVServiceConnector
 
     original, spent = KVServiceConnector.get_num_new_matched_tokens, list[float]()
@@ -80,7 +80,8 @@ def time_hook() -> list[float]:
     def timed(self: Any, *args: Any) -> Any:
         started_s = time.perf_counter()
         answer = original(self, *args)
-        spent.append((time.perf_counter() - started_s) * 1e6)
+        if answer[0] is not None:
+            spent.append((time.perf_counter() - started_s) * 1e6)
         return answer
 
     setattr(KVServiceConnector, "get_num_new_matched_tokens", timed)  # noqa: B010
