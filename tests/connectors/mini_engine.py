@@ -139,7 +139,8 @@ class Sides:
         self.breaker = Breaker(time.monotonic, pause_s=0.02, pause_s_max=0.05)
         reader: OpenSession = lambda: self._open(is_writer=False)  # noqa: E731
         self.lookups = Lookups(Link(reader, self.breaker), [self.identity.namespace()], self.counts)
-        self.chains = ChainMaker([self.identity.namespace()], self.options.chunk_tokens, BLOCK, ExtrasReader({}))
+        namespaces, extras = [self.identity.namespace()], ExtrasReader({})
+        self.chains = ChainMaker(namespaces, self.options.chunk_tokens, BLOCK, extras, self.counts)
         self.scheduler = SchedulerSide(self.options, BLOCK, self.chains, self.lookups, self.counts)
         saves = Link(lambda: self._open(is_writer=True), self.breaker)
         self.saves = Saves(saves, self.identity, 0, self.options.saves_bytes_max, self.counts)

@@ -15,6 +15,8 @@ from kvservice.client.connectors.vllm.lookups import Lookups
 from kvservice.client.connectors.vllm.metadata import IDLE, NOTHING, SaveOrder, WorkerNotice
 from kvservice.client.connectors.vllm.metrics import Counts
 from kvservice.client.connectors.vllm.options import ConnectorOptions
+from kvservice.client.connectors.vllm.request_extras import ExtrasReader
+from kvservice.client.connectors.vllm.requests import ChainMaker
 from kvservice.client.connectors.vllm.saves import Saves
 from kvservice.client.connectors.vllm.scheduler import LEASE_IDLE_S, SchedulerSide
 from kvservice.client.session import Session
@@ -375,7 +377,9 @@ def test_a_hook_that_broke_still_ends_the_load(world: World) -> None:
 
 
 def test_segment_boundaries_of_a_request_cut_its_chunks(world: World) -> None:
-    request = FakeRequest("a", PROMPT, kv_transfer_params={"kvservice": {"boundaries": [12, "x", -4]}})
+    world.side._make_chain = ChainMaker(world.namespaces, CHUNK, BLOCK, ExtrasReader({}), world.counts)
+    words = {"kvservice": {"segments": [["private", 12], ["shared", 18]]}}
+    request = FakeRequest("a", PROMPT, kv_transfer_params=words)
     world.answer(request)
     allocate(world, request, 0)
     orders = world.side.build_orders(step((request, 0, 30)))

@@ -70,7 +70,12 @@ def _engine_options(leg: Mapping[str, Any]) -> dict[str, Any]:
 def _run(llm: Any, prompts: list[list[int] | str], leg: Mapping[str, Any]) -> dict[str, Any]:
     from vllm import SamplingParams
 
-    params = SamplingParams(temperature=0, ignore_eos=True, detokenize=False, max_tokens=leg.get("max_tokens", 16))
+    def params_of(words: dict[str, Any] | None) -> Any:
+        extra = None if words is None else {"kv_transfer_params": words}
+        tokens = leg.get("max_tokens", 16)
+        return SamplingParams(temperature=0, ignore_eos=True, detokenize=False, max_tokens=tokens, extra_args=extra)
+
+    params = [params_of(words) for words in leg.get("words") or [None] * len(prompts)]
     asked = [prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt} for prompt in prompts]
     started_s = time.monotonic()
     outputs = llm.generate(asked, params, use_tqdm=False)

@@ -1,6 +1,7 @@
 """A prompt's tokens cut into chunks, and the keys of their caches along the chain. Pure: no engine, no I/O.
 
     chunk := up to chunk_tokens tokens from the last cut on, or less where a segment boundary comes first
+    none ends behind the reuse's end
 
 Cuts lie on multiples of the block size, so that a chunk is whole blocks. Equal prefixes with equal boundaries have
 equal chunks and keys in every process; a key depends on every token before it, on ``extra`` and on the items before
@@ -8,10 +9,12 @@ its end.
 """
 
 import struct
+import sys
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from kvservice.client.round_request import RoundRequest
 from kvservice.model.errors import InvalidInputError
 from kvservice.model.identity import Namespace
 from kvservice.model.segment import CacheKey, Context, root_context, segment_id
@@ -49,6 +52,8 @@ class ChunkChain:
 
     ``namespaces``: one for each engine rank. ``extra``: whatever else decides the prompt's KV from its first token on
     (``request_extra``). ``items``: multimodal items; one changes the keys of the chunk it starts in and of all behind.
+    ``asked``: what the request says of its segments; chunks end at their boundaries. ``reuse_end``: tokens from there
+    on are in no chunk.
 
     ``chunks`` holds all whole chunks so far. ``rounded`` are boundaries that were no multiple of the block size and
     were rounded down; ``late`` those that came when their place was cut already, and changed nothing.
@@ -61,6 +66,8 @@ class ChunkChain:
         block_size: int,
         extra: bytes = b"",
         items: Iterable[Item] = (),
+        asked: RoundRequest | None = None,
+        reuse_end: int | None = None,
     ) -> None:
         if not namespaces or block_size < 1 or chunk_tokens < 1 or chunk_tokens % block_size:
             raise InvalidInputError(
@@ -70,12 +77,15 @@ class ChunkChain:
         self.chunks: list[Chunk] = []
         self.rounded: list[int] = []
         self.late: list[int] = []
+        self.asked = asked
         self._chunk_tokens, self._block_size = chunk_tokens, block_size
         self._namespaces = tuple(namespaces)
         self._contexts = tuple(root_context(namespace, extra) for namespace in namespaces)
         self._items = sorted(items, key=lambda item: (item.position, item.digest), reverse=True)
         self._boundaries: list[int] = []
         self._pending: list[int] = []
+        self._reuse_end = sys.maxsize if reuse_end is None else reuse_end - reuse_end % block_size
+        self._note(() if asked is None else asked.boundaries)
 
     @property
     def end(self) -> int:
@@ -111,6 +121,8 @@ class ChunkChain:
 
         Changes nothing: a prompt's last whole blocks get a key, and the chain goes on as if nobody had asked.
         """
+        if end > self._reuse_end:
+            return None
         tokens = self._pending[: max(end - self.end, 0)]
         if end % self._block_size or not tokens or self.end + len(tokens) != end or end > self._next_end():
             return None
@@ -141,7 +153,10 @@ class ChunkChain:
         while self._boundaries and self._boundaries[0] <= self.end:
             self._boundaries.pop(0)
         full = self.end + self._chunk_tokens
-        return min(full, self._boundaries[0]) if self._boundaries else full
+        end = min(full, self._boundaries[0]) if self._boundaries else full
+        if end <= self._reuse_end:
+            return end
+        return self._reuse_end if self.end < self._reuse_end else sys.maxsize
 
     def _cut(self, end: int, tokens: Sequence[int]) -> Chunk:
         start = self.end

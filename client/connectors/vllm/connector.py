@@ -93,7 +93,7 @@ class KVServiceConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is n
         link = self._link(model, "scheduler", is_writer=False)
         lookups = Lookups(link, namespaces, self.counts)
         self._chains = ChainMaker(
-            namespaces, self._options.chunk_tokens, block_size, ExtrasReader(self._options.adapters)
+            namespaces, self._options.chunk_tokens, block_size, ExtrasReader(self._options.adapters), self.counts
         )
         if self._kv_transfer_config.kv_load_failure_policy != "recompute":
             log.warning(

@@ -29,6 +29,7 @@ COUNTERS: dict[str, str] = {
     "saves_no_room": "Chunks not stored since too much waited to be stored already (saves_bytes_max).",
     "saves_refused": "Chunks that the service would not take.",
     "saves_dropped": "Chunks not stored since the service was away, or a load in the same step had failed.",
+    "round_params_refused": "Requests whose words about their round were wrong; served as the log says.",
     "hook_errors": "Exceptions that a hook kept from the engine. Every one is a defect: see the log.",
 }
 GAUGES: dict[str, str] = {

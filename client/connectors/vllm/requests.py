@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvservice.client.connectors.vllm.chunks import ChunkChain
+from kvservice.client.connectors.vllm.metrics import Counts
 from kvservice.client.connectors.vllm.request_extras import ExtrasReader
+from kvservice.client.connectors.vllm.round_params import RoundParamsReader
 from kvservice.model.identity import Namespace
 from kvservice.model.segment import digest
 
@@ -17,12 +19,18 @@ class ChainMaker:
     """Makes chains for the requests of one engine. Used by one thread."""
 
     def __init__(
-        self, namespaces: Sequence[Namespace], chunk_tokens: int, block_size: int, extras: ExtrasReader
+        self,
+        namespaces: Sequence[Namespace],
+        chunk_tokens: int,
+        block_size: int,
+        extras: ExtrasReader,
+        counts: Counts,
     ) -> None:
         self._namespaces = tuple(namespaces)
         self._chunk_tokens = chunk_tokens
         self._block_size = block_size
         self._extras = extras
+        self._rounds = RoundParamsReader(counts)
         self._reset = b""
         self._told: set[str] = set()
 
@@ -38,7 +46,16 @@ class ChainMaker:
                 log.info("kvservice: a request is not reused: %s", refusal)
             return None
         extra = digest(b"kvservice reset\0", self._reset, extras.extra) if self._reset else extras.extra
-        return ChunkChain(self._namespaces, self._chunk_tokens, self._block_size, extra, extras.items)
+        words = self._rounds.of(request)
+        return ChunkChain(
+            self._namespaces,
+            self._chunk_tokens,
+            self._block_size,
+            extra,
+            extras.items,
+            asked=words.request,
+            reuse_end=words.reuse_end,
+        )
 
     def reset(self) -> None:
         """From now on nothing stored before is found, and what is stored is this engine's only.

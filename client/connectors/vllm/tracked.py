@@ -8,6 +8,7 @@ from typing import Any
 from kvservice.client.connectors.vllm.chunks import Chunk, ChunkChain
 from kvservice.client.connectors.vllm.lookups import Ticket
 from kvservice.client.connectors.vllm.metadata import LoadOrder
+from kvservice.client.round_request import RoundRequest
 from kvservice.model.segment import CacheKey
 
 KNOWN_MAX = 1 << 16
@@ -73,14 +74,18 @@ class Tracked:
     saved: int = 0
     is_tail_done: bool = False
 
+    @property
+    def asked(self) -> RoundRequest | None:
+        """What the request says of its round, its segments and their reuse; None if it says nothing."""
+        return self.chain.asked
+
     def extend(self) -> None:
         """Take tokens that came since into the chain."""
         tokens = self.request.all_token_ids
         if len(tokens) > self.taken:
-            boundaries = _boundaries(self.request) if not self.taken else ()
             fresh = tokens[self.taken :]
             self.taken = len(tokens)
-            self.chain.extend(fresh, boundaries)
+            self.chain.extend(fresh)
 
     def tail(self) -> Chunk | None:
         """The last whole blocks of the prompt, too few for a chunk: who asks for the same prompt again finds them."""
@@ -142,13 +147,3 @@ class KnownKeys:
                 self.add(chunk)
             elif self._since_s.get(chunk.keys[0], ticket.asked_s) < ticket.asked_s:
                 self.discard(chunk)  # evicted, or never stored; what was saved after asking is neither
-
-
-def _boundaries(request: Request) -> tuple[int, ...]:
-    """Where the request says that segments of its prompt end: ``{"kvservice": {"boundaries": [105, 336]}}``."""
-    given = getattr(request, "kv_transfer_params", None)
-    ours = given.get("kvservice") if isinstance(given, dict) else None
-    ends = ours.get("boundaries") if isinstance(ours, dict) else None
-    if not isinstance(ends, list | tuple):
-        return ()
-    return tuple(end for end in ends if type(end) is int and 0 < end < request.num_prompt_tokens)
