@@ -7,10 +7,14 @@ that imports its connector loads neither numba nor kernels (vLLM's CPU worker di
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvservice.client.chat import Message, chat_prompt
     from kvservice.client.client import Client
     from kvservice.client.explain import Explanation
+    from kvservice.client.opaque import OpaqueStore
+    from kvservice.client.outputs import Output, canonical_order
     from kvservice.client.plans import Plans, PromptPlan, RestoredSpan
     from kvservice.client.restore import Restore
+    from kvservice.client.round_request import RoundRequest
     from kvservice.client.rounds import PartKind, PromptSegment, ReusePolicy, RoundPrompt
     from kvservice.client.session import Session
     from kvservice.client.shared_memory import SharedMemoryTransport
@@ -19,6 +23,9 @@ if TYPE_CHECKING:
 _MODULES = {
     "Client": "client",
     "Explanation": "explain",
+    "Message": "chat",
+    "OpaqueStore": "opaque",
+    "Output": "outputs",
     "PartKind": "rounds",
     "Plans": "plans",
     "PromptPlan": "plans",
@@ -27,17 +34,23 @@ _MODULES = {
     "RestoredSpan": "plans",
     "ReusePolicy": "rounds",
     "RoundPrompt": "rounds",
+    "RoundRequest": "round_request",
     "Session": "session",
     "SharedMemoryTransport": "shared_memory",
     "StoreOutcome": "store",
     "StoreRequest": "store",
     "StoreResult": "store",
     "StoredSegment": "store",
+    "canonical_order": "outputs",
+    "chat_prompt": "chat",
 }
 
 __all__ = [
     "Client",
     "Explanation",
+    "Message",
+    "OpaqueStore",
+    "Output",
     "PartKind",
     "Plans",
     "PromptPlan",
@@ -46,12 +59,15 @@ __all__ = [
     "RestoredSpan",
     "ReusePolicy",
     "RoundPrompt",
+    "RoundRequest",
     "Session",
     "SharedMemoryTransport",
     "StoreOutcome",
     "StoreRequest",
     "StoreResult",
     "StoredSegment",
+    "canonical_order",
+    "chat_prompt",
 ]
 
 
