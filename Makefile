@@ -56,7 +56,7 @@ proto: setup
 	rm -f kvservice/wire/v1/record_pb2_grpc.py kvservice/wire/v1/ssd_pb2_grpc.py
 
 bench: setup
-	for question in restore transport catalog ssd ssd_restore recovery eviction; do $(RUN)python bench/$$question.py || exit 1; done
+	for question in restore transport catalog ssd ssd_restore recovery eviction collective; do $(RUN)python bench/$$question.py || exit 1; done
 
 # Times to the first token on the real vLLM, against no cache and against LMCache: about ten minutes, on a quiet machine.
 bench-vllm: setup vllm-env

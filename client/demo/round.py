@@ -13,6 +13,7 @@ from kvservice.client.client import Client
 from kvservice.client.demo.measure import Closeness, Speed, closeness, continuation_logits, restore_speed
 from kvservice.client.demo.world import CONTINUE_TOKENS, World
 from kvservice.client.plans import PromptPlan
+from kvservice.client.reuse.collective import Member, refresh_round
 from kvservice.client.reuse.refresh import CHECK_LAYER, Prompt, refresh
 from kvservice.client.reuse.rows import RowClass, Span, classify
 from kvservice.client.reuse.selectors import parse_selector
@@ -135,12 +136,11 @@ class Round:
             reader.stored = self.client.store(reader.prompt, views, reader.prompt_slots, base=plans[0])
 
     def follow(self) -> None:
-        """All others: one lookup, one restore of the leader's masters, a refresh each, one store of the mirrors."""
+        """All others: one lookup, one restore of the leader's masters, one refresh, one store of the mirrors."""
         others = self._others()
         with self.client.lookup([reader.prompt for reader in others]) as plans:
             self.client.restore(plans, self._views(), [reader.prompt_slots for reader in others]).wait()
-            for reader, plan in zip(others, plans, strict=True):
-                reader.first = self._refresh(reader.tokens, reader.prompt_slots, plan, self.selector)
+            self._refresh_together(others, plans)
             requests = [
                 StoreRequest(reader.prompt, reader.prompt_slots.numpy(), base=plan, is_refreshed=True)
                 for reader, plan in zip(others, plans, strict=True)
@@ -149,13 +149,19 @@ class Round:
                 reader.stored = result
         self.client.commit_round(ROUND_ID, [reader.stored for reader in self.readers if reader.stored is not None])
 
-    def _refresh(self, tokens: Tensor, slots: Tensor, plan: PromptPlan, selector: str) -> Tensor:
-        spans = [
-            Span(span.start, span.tokens, RowClass.CANDIDATE if span.match is Match.SHIFTED else RowClass.EXACT)
-            for span in plan.spans()
+    def _refresh_together(self, readers: Sequence[Reader], plans: Sequence[PromptPlan]) -> None:
+        """One pass for all: every layer is called once."""
+        decoder = self.world.decoder
+        members = [
+            _member(reader.tokens, reader.prompt_slots, plan, self.selector)
+            for reader, plan in zip(readers, plans, strict=True)
         ]
-        prompt = Prompt(tokens, slots, classify(tokens.numel(), spans))
-        done = refresh(self.world.decoder, prompt, parse_selector(selector))
+        for reader, done in zip(readers, refresh_round(decoder, members), strict=True):
+            reader.first = decoder.logits(done.hidden_at(reader.count - 1))
+
+    def _refresh(self, tokens: Tensor, slots: Tensor, plan: PromptPlan, selector: str) -> Tensor:
+        member = _member(tokens, slots, plan, selector)
+        done = refresh(self.world.decoder, member.prompt, member.selector)
         return self.world.decoder.logits(done.hidden_at(tokens.numel() - 1))
 
     # What it costs in quality
@@ -263,3 +269,12 @@ class Round:
     def _bits(self, slots: Tensor) -> list[Tensor]:
         kv = self.world.decoder.kv
         return [plane.view(torch.int16) for layer in range(kv.shape.layers) for plane in kv.read(layer, slots)]
+
+
+def _member(tokens: Tensor, slots: Tensor, plan: PromptPlan, selector: str) -> Member:
+    """A prompt whose found segments are restored at `slots`."""
+    spans = [
+        Span(span.start, span.tokens, RowClass.CANDIDATE if span.match is Match.SHIFTED else RowClass.EXACT)
+        for span in plan.spans()
+    ]
+    return Member(Prompt(tokens, slots, classify(tokens.numel(), spans)), parse_selector(selector))

@@ -140,9 +140,13 @@ class Decoder:
         return torch.cat((low * cosine - high * sine, high * cosine + low * sine), dim=-1).to(heads.dtype)
 
     def _attend(self, layer: int, query: Tensor, rows: Rows) -> Tensor:
-        """Attention output [rows, heads * head_size] of one prompt's rows over its stored K and V."""
+        """Attention output [rows, heads * head_size] of every row over its own prompt's stored K and V."""
+        parts = zip(torch.split(query, rows.counts()), rows.split(), strict=True)
+        return torch.cat([self._attend_prompt(layer, own, part) for own, part in parts if len(part)])
+
+    def _attend_prompt(self, layer: int, query: Tensor, rows: Rows) -> Tensor:
         seen = int(rows.positions[-1]) + 1
-        keys, values = self.kv.read(layer, rows.prompt_slots[:seen])
+        keys, values = self.kv.read(layer, rows.prompt_slots[0][:seen])
         # Rising positions from 0 to the last without a gap: the kernel can skip the upper triangle.
         is_causal = len(rows) == seen
         mask = None if is_causal else torch.arange(seen) <= rows.positions[:, None]
