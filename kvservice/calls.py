@@ -236,9 +236,12 @@ class CacheCalls:
     async def explain(self, request: wire.ExplainRequest) -> wire.ExplainReply:
         """Why every segment of every prompt is found or not. Lets other calls in between."""
         session, node = self._session(request.session), self.node
-        total, limit = sum(len(prompt.segments) for prompt in request.prompts), node.limits.explain_segments_max
+        asked = (max(1, len(segment.accepted_contexts)) for prompt in request.prompts for segment in prompt.segments)
+        total, limit = max(len(request.prompts), sum(asked)), node.limits.explain_segments_max
         if total > limit:
-            raise LimitError(f"{total} segments to explain, the limit is {limit}; ask about the start of the prompts")
+            raise LimitError(
+                f"{total} prompts, or contexts of segments, to explain, the limit is {limit}; ask about their start"
+            )
         spaces = [space_to_explain(node.catalog, session, prompt.namespace) for prompt in request.prompts]
         explainers = {space: SpaceExplainer(node, space) for space in spaces}
         reply = wire.ExplainReply(remembered_s=node.departures.remembered_s, has_ssd=node.ssd is not None)

@@ -26,10 +26,10 @@ from kvservice.storage.buffer import Bytes
 from kvservice.storage.host_tier import HostTier
 from kvservice.storage.record import RecordReader
 from kvservice.storage.slab import Slab
-from kvservice.storage.slab_format import Note, NoteKind, Stamp, tombstone_payload
+from kvservice.storage.slab_format import Note, NoteKind, Stamp
 from kvservice.storage.ssd_entry import SsdEntry
 from kvservice.storage.ssd_index import Change, PutNote, PutRecord, RemoveNote, RemoveRecord
-from kvservice.tombstones import Burial, Tombstones
+from kvservice.tombstones import Burial, Tombstones, name_of
 from kvservice.worker import Worker
 
 _LOG = logging.getLogger(__name__)
@@ -191,13 +191,18 @@ class Demotion:
 
     async def _give_back(self, extent: Extent, cache: Cache | None = None) -> None:
         """A place that was not written to its end. Without its first block no scan finds what did get there."""
+        failed_syncs, is_erased = self._index.failed_syncs, False
         try:
             await self._worker.run(partial(self._slab.erase, extent))
+            is_erased = True
+            if cache is not None:
+                await self._index.sync_since(failed_syncs)
         except DiskError as error:
-            self._keep_out(extent, error)
-            self._unerased |= {} if cache is None else {_name(cache): cache}
-        else:
-            self._slab.free(extent)
+            self._unerased |= {} if cache is None else {name_of(cache): cache}
+            if not is_erased:
+                self._keep_out(extent, error)
+                return
+        self._slab.free(extent)
 
     async def _ensure_identity(self, space: Space) -> None:
         if space.namespace in self.identities:
@@ -228,6 +233,7 @@ class Demotion:
             await self._give_back(note.extent)
             raise
         if self._index.failed_syncs != failed_syncs:
+            self.is_index_true = False
             await self._give_back(note.extent)
             await self._index.apply(RemoveNote(note.extent.offset))
             raise DiskError("a sync failed while a note was written, so it may not outlast a power failure; try again")
@@ -264,11 +270,13 @@ class Demotion:
         records, failed_syncs = [one.removal.extent for one in batch], self._index.failed_syncs
         failures = await self._worker.run(partial(_erase_all, self._slab, records))
         self._killer.reach(KillPoint.AFTER_ERASE)
-        left = {_name(one.removal.cache) for one in batch if one.removal.extent in failures}
+        left = {name_of(one.removal.cache) for one in batch if one.removal.extent in failures}
         doubtful = self._doubt(batch, left)
         notes = [one.note.extent for one in batch if one.note is not None and one.note.payload not in left]
         if notes:
-            await self._index.sync()  # the device must not take the tombstones' end before that of what they bury
+            await self._index.sync_since(
+                failed_syncs
+            )  # the device must not take their end before that of what they bury
             failures |= await self._worker.run(partial(_erase_all, self._slab, notes))
         changes: list[Change] = [_without(one.removal) for one in batch]
         await self._index.apply(*changes, *(RemoveNote(extent.offset) for extent in notes))
@@ -287,7 +295,7 @@ class Demotion:
 
     def _doubt(self, batch: Sequence["_Departure"], left: set[bytes]) -> set[bytes]:
         """Note what may still be found by a start; returns the names that are cleared if all of it is synced."""
-        names = {_name(one.removal.cache): one.removal.cache for one in batch}
+        names = {name_of(one.removal.cache): one.removal.cache for one in batch}
         doubtful = names.keys() - left - self._unerased.keys() if self._index.is_durable else set[bytes]()
         self._unerased |= {name: cache for name, cache in names.items() if name in left or name in doubtful}
         return doubtful
@@ -313,7 +321,7 @@ class Demotion:
         named = defaultdict[bytes, dict[Cache, None]](dict)
         out_of_sight = (*self._catalog.hidden, *self._catalog.superseded.old, *self.writing)
         for one in (*caches, *(one for one in out_of_sight if one.is_hidden and is_meant(one))):
-            named[_name(one)][one] = None
+            named[name_of(one)][one] = None
         for name, one in self._unerased.items():
             if is_meant(one):
                 named.setdefault(name, {})
@@ -352,15 +360,19 @@ class Demotion:
 
     async def _put_tombstone(self, caches: Sequence[Cache], sequence: int) -> None:
         """One for all that is on the slab of one key, or is about to be."""
-        note = await self._write_note(NoteKind.TOMBSTONE, _name(caches[0]), sequence)
+        note = await self._write_note(NoteKind.TOMBSTONE, name_of(caches[0]), sequence)
         for cache in caches:
             self.tombstones.add(cache, note)
 
     async def _drop_idle_tombstone(self, cache: Cache) -> None:
         """Its record is not on the slab, or went while the tombstone was written."""
-        note = None if self._is_on_slab(cache) else self.tombstones.release(cache)
+        if cache not in self.tombstones or self._is_on_slab(cache):
+            return
+        await self.settle()  # the record goes first
+        await self._index.sync_since(self._index.failed_syncs)
+        is_needed = self._is_on_slab(cache) or name_of(cache) in self._unerased
+        note = None if is_needed else self.tombstones.release(cache)
         if note is not None:
-            await self.settle()  # the record goes first
             await self._give_back(note.extent)
             await self._index.apply(RemoveNote(note.extent.offset))
 
@@ -379,11 +391,6 @@ class _Departure:
     removal: Removal
     note: Note | None
     is_kept_out: bool
-
-
-def _name(cache: Cache) -> bytes:
-    """Namespace and key, as a tombstone says them."""
-    return tombstone_payload(cache.family.space.namespace, cache.key)
 
 
 def _without(removal: Removal) -> RemoveRecord:

@@ -57,10 +57,12 @@ class IndexWriter:
         self._sync()
         self._index.apply(changes)
 
-    async def sync(self) -> None:
-        """Do what comes before every batch, without one."""
+    async def sync_since(self, failed_syncs: int) -> None:
+        """Sync what was written since ``failed_syncs`` was that. Raises DiskError unless all of it is on the device."""
         if self.is_durable:
             await self._worker.run(self._sync)
+        if self.failed_syncs != failed_syncs:
+            raise DiskError("a sync failed, so what was written before may not outlast a power failure")
 
     def _sync(self) -> None:
         if self._before_batch is None:

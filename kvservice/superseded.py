@@ -55,8 +55,8 @@ class Superseded:
 
     def release(self, new: Cache) -> list[OldForm]:
         """The newer form is on the slab, or gone: the old forms that nobody needs any more, for the caller to erase."""
-        if new not in self._forms:
-            return []
+        if new not in self._forms or self._forms[new].is_due:
+            return []  # what is due waits, and goes once, with the last old mirror
         self._forms[new].is_due = True
         freed, due = list[OldForm](), [new]
         while due:

@@ -4,7 +4,12 @@ from collections import Counter
 from dataclasses import dataclass
 
 from kvservice.caches import Cache
-from kvservice.storage.slab_format import Note
+from kvservice.storage.slab_format import Note, tombstone_payload
+
+
+def name_of(cache: Cache) -> bytes:
+    """Namespace and key, as a tombstone says them."""
+    return tombstone_payload(cache.family.space.namespace, cache.key)
 
 
 @dataclass(frozen=True, slots=True)

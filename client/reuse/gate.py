@@ -109,6 +109,9 @@ class RoundGate:
         known = self._known(round_id)
         if known.names and agent not in known.names:
             raise InvalidInputError(f"agent {agent!r} is none of round {round_id!r}: {sorted(known.names)}")
+        if agent in known.withdrawn:  # it is back: nobody's place was taken meanwhile
+            known.withdrawn.discard(agent)
+            known.expected += 1
         if agent not in known.seen and known.missing_count == 0:
             raise InvalidInputError(
                 f"agent {agent!r} is one too many: round {round_id!r} has its {known.expected} members; "

@@ -191,3 +191,16 @@ def test_nobody_goes_twice_without_arriving_again_and_no_arrival_is_lost(events:
             if len(gate) == 0:
                 assert not waiting
                 return
+
+
+def test_an_agent_that_was_aborted_and_came_back_counts_once() -> None:
+    gate = RoundGate(lambda: 0.0)
+    gate.announce("r", 2)
+    for _ in range(2):
+        gate.arrive("r", "anna")
+        gate.withdraw("r", "anna")
+    gate.arrive("r", "anna")
+    gate.arrive("r", "bert")
+    taken = gate.take("r")
+    assert isinstance(taken, Opened)
+    assert set(taken.members) == {"anna", "bert"}
