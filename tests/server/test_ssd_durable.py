@@ -120,3 +120,22 @@ async def test_the_room_of_what_could_not_be_removed_comes_back_once_the_disk_sy
         await client.delete(stored[1][0])
         assert world.ssd.slab.used_bytes < used // 2
         assert where(world, stored[0][0]) == "host"
+
+
+@pytest.mark.parametrize("seed", [8, 20, 24, 72, 83])  # disks that keep the data, and not its erasure
+async def test_a_record_whose_writing_and_erasing_were_not_synced_does_not_outlast_its_delete(seed: int) -> None:
+    world = durable_world(seed)
+    async with world:
+        client = world.client()
+        await store_dense(client, 1)
+        await written(world)
+        world.disk.faults = Faults(sync_error=1.0)
+        meta = make_meta(IDENTITY, "second")
+        await client.store(meta, make_planes(seed=7))
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert world.node.counters.demotions.failed == 1
+        world.disk.faults = NO_FAULTS
+        assert await client.delete(meta) == 1
+        async with await after_power_failure(world) as again:
+            assert where(again, meta) == "none"
