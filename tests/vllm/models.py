@@ -31,6 +31,19 @@ def tiny_llama(cache: Path, *, head_size: int = 32, layers: int = 4, seed: int =
     return target
 
 
+def tiny_gemma3(cache: Path) -> Path:
+    """Folder of a random Gemma 3: two of three layers see a window of 64 tokens only. No tokenizer: give token ids."""
+    target = cache / "tiny-gemma3"
+    if not target.is_dir():
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".tiny", dir=cache, ignore_cleanup_errors=True) as scratch:
+            draft = Path(scratch) / "draft"
+            draft.mkdir()
+            _write_gemma3(draft)
+            draft.rename(target)
+    return target
+
+
 def smollm2(cache: Path, python: Path) -> Path:
     """Folder of SmolLM2-135M-Instruct, converted once by ``python``, an environment with the demo's requirements.
 
@@ -75,6 +88,50 @@ def _write_tiny(target: Path, head_size: int, layers: int, seed: int) -> None:
             tensors[f"{prefix}.{name}.weight"] = normal(rows, columns)
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     (target / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True))
+
+
+GEMMA3_CONFIG = {
+    "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "torch_dtype": "bfloat16", "vocab_size": 1024,
+    "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "query_pre_attn_scalar": 32, "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-6, "rope_theta": 1e6, "rope_local_base_freq": 1e4, "sliding_window": 64,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True, "bos_token_id": 2, "eos_token_id": 1,
+    "pad_token_id": 0,
+}  # fmt: skip
+
+
+def _write_gemma3(target: Path) -> None:
+    generator = torch.Generator().manual_seed(3)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return (torch.randn(*shape, generator=generator) * TINY_STD).to(torch.bfloat16)
+
+    small = normal(1024, 128) / 10  # else what attention adds changes no token
+    tensors = {"model.embed_tokens.weight": small, "model.norm.weight": _ones(128) * 0}
+    for layer in range(6):
+        prefix = f"model.layers.{layer}"
+        for name, size in (
+            ("input_layernorm", 128),
+            ("post_attention_layernorm", 128),
+            ("pre_feedforward_layernorm", 128),
+            ("post_feedforward_layernorm", 128),
+            ("self_attn.q_norm", 32),
+            ("self_attn.k_norm", 32),
+        ):
+            tensors[f"{prefix}.{name}.weight"] = _ones(size) * 0  # Gemma adds 1
+        for name, rows, columns in (
+            ("self_attn.q_proj", 128, 128),
+            ("self_attn.k_proj", 64, 128),
+            ("self_attn.v_proj", 64, 128),
+            ("self_attn.o_proj", 128, 128),
+            ("mlp.gate_proj", 256, 128),
+            ("mlp.up_proj", 256, 128),
+            ("mlp.down_proj", 128, 256),
+        ):
+            tensors[f"{prefix}.{name}.weight"] = normal(rows, columns)
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    (target / "config.json").write_text(json.dumps(GEMMA3_CONFIG, indent=2, sort_keys=True))
 
 
 def _ones(size: int) -> torch.Tensor:
