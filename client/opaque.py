@@ -18,8 +18,8 @@ import numpy.typing as npt
 from xxhash import xxh3_64
 
 from kvservice.client.arrivals import ARRIVE_TIMEOUT_S, Arrivals
-from kvservice.client.session import NO_LEASE, Session
-from kvservice.model.cache import CacheKind, CacheMeta, Extent, Tier
+from kvservice.client.session import NO_LEASE, Session, location_of
+from kvservice.model.cache import CacheKind, CacheMeta, Tier
 from kvservice.model.errors import (
     CorruptError,
     GeometryMismatchError,
@@ -345,7 +345,4 @@ def _query(key: CacheKey) -> wire.SegmentQuery:
 
 
 def _place(answer: wire.SegmentReply) -> Location | None:
-    if answer.outcome != Outcome.HIT:
-        return None
-    place = answer.record
-    return Location(Tier(place.tier), Extent(place.extent.offset, place.extent.length), place.generation)
+    return location_of(answer.record) if answer.outcome == Outcome.HIT else None

@@ -6,11 +6,11 @@ from types import TracebackType
 from typing import Self, overload
 
 from kvservice.client.rounds import PromptSegment, RoundPrompt
-from kvservice.client.session import NO_LEASE, Session
-from kvservice.model.cache import Extent, MasterReference, Tier
+from kvservice.client.session import NO_LEASE, Session, location_of
+from kvservice.model.cache import MasterReference
 from kvservice.model.errors import KVServiceError
 from kvservice.model.lease import Lease
-from kvservice.model.plan import Location, Match, MissReason, Outcome, Plan, PlannedSegment
+from kvservice.model.plan import Match, MissReason, Outcome, Plan, PlannedSegment
 from kvservice.model.segment import CacheKey, ContextId
 from kvservice.wire.v1 import cache_pb2 as wire
 
@@ -171,11 +171,7 @@ def _planned_segment(segment: PromptSegment, reply: wire.SegmentReply) -> Planne
         position=reply.position,
         is_moved=reply.position != segment.position,
         affinity=reply.affinity,
-        record=_location(reply.record),
-        master=_location(reply.master) if reference is not None else None,
+        record=location_of(reply.record),
+        master=location_of(reply.master) if reference is not None else None,
         reference=reference,
     )
-
-
-def _location(place: wire.Location) -> Location:
-    return Location(Tier(place.tier), Extent(place.extent.offset, place.extent.length), place.generation)

@@ -13,6 +13,7 @@ from google.protobuf.message import Message
 
 from kvservice.client.leases import Clock, LeaseKeeper
 from kvservice.client.transport import CALL_TIMEOUT_S, Arena, Transport
+from kvservice.model.cache import Extent, Tier
 from kvservice.model.errors import (
     InvalidIdentityError,
     KVServiceError,
@@ -326,3 +327,8 @@ class Session:
 def _check_namespaces(ours: Sequence[Namespace], theirs: Sequence[bytes]) -> None:
     if list(ours) != list(theirs):
         raise InvalidIdentityError("node and client make different namespaces of one identity; run the same version")
+
+
+def location_of(place: wire.Location) -> Location:
+    """Where a record lies, as a node says it."""
+    return Location(Tier(place.tier), Extent(place.extent.offset, place.extent.length), place.generation)

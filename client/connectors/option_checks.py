@@ -19,6 +19,11 @@ _TYPE_WORDS: dict[object, str] = {
 _MAPPING_WORDS = 'an object of texts, such as {"my-adapter": "3f2a"}'
 
 
+def why(text: str) -> dict[str, str]:
+    """Metadata of an option's field: what it is for."""
+    return {"why": text}
+
+
 def read_options(kind: type, given: Mapping[str, object], where: str) -> dict[str, Any]:
     """The given values for the fields of dataclass ``kind``, whole numbers made floats where it says so.
 

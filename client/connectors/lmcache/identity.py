@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvservice.client.connectors.lmcache.options import LMCacheOptions
-from kvservice.client.connectors.vllm.weights_digest import weights_digest
+from kvservice.client.connectors.vllm.weights_digest import model_name, weights_digest
 from kvservice.model.errors import ConfigError, InvalidIdentityError, InvalidInputError
 from kvservice.model.geometry import opaque_geometry
 from kvservice.model.identity import Identity, Shard
@@ -70,7 +70,7 @@ class Owner:
         ranks = (kind.rank, kind.world_size)
         return Identity(
             tenant=options.tenant,
-            model=options.model or _model_name(kind.model),
+            model=options.model or model_name(kind.model),
             weights=self.weights,
             geometry=opaque_geometry(kind.row_bytes),
             rope=(opaque_rope(),),
@@ -104,8 +104,3 @@ class Owner:
 def object_key(*parts: bytes) -> bytes:
     """Our name of an object inside its kind: LMCache's hash of the tokens and whatever else separates requests."""
     return digest(b"kvservice lmcache\0", *parts)
-
-
-def _model_name(name: str) -> str:
-    """The hub's name; of a local folder its last part, since the rest is another on every machine."""
-    return Path(name).name if Path(name).exists() else name

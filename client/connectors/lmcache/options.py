@@ -7,14 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from urllib.parse import parse_qsl, urlsplit
 
-from kvservice.client.connectors.option_checks import check_address, check_tenant, read_options
+from kvservice.client.connectors.option_checks import check_address, check_tenant, read_options, why
 from kvservice.model.errors import ConfigError
 
 SCHEME = "kvservice"
-
-
-def _why(text: str) -> dict[str, str]:
-    return {"why": text}
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,48 +18,48 @@ class LMCacheOptions:
     """Settings of both doors. Made by ``of``."""
 
     address: str = field(
-        metadata=_why("unix:/path of the service on this host, as `kvservice serve` prints it; or 127.0.0.1:port")
+        metadata=why("unix:/path of the service on this host, as `kvservice serve` prints it; or 127.0.0.1:port")
     )
     is_shared: bool = field(
-        default=True, metadata=_why("share with other engines, which needs the next four; false: with nobody, ever")
+        default=True, metadata=why("share with other engines, which needs the next four; false: with nobody, ever")
     )
     model_path: str = field(
-        default="", metadata=_why("folder of the model's files: stands for weights and config, by a digest of them")
+        default="", metadata=why("folder of the model's files: stands for weights and config, by a digest of them")
     )
-    weights: str = field(default="", metadata=_why("revision or digest of the weights, in place of model_path"))
+    weights: str = field(default="", metadata=why("revision or digest of the weights, in place of model_path"))
     config: str = field(
-        default="", metadata=_why("digest of the model's configuration, RoPE above all, in place of model_path")
+        default="", metadata=why("digest of the model's configuration, RoPE above all, in place of model_path")
     )
     kv_format: str = field(
         default="",
-        metadata=_why("what else orders the bytes of a chunk: engine, its release, its attention backend"),
+        metadata=why("what else orders the bytes of a chunk: engine, its release, its attention backend"),
     )
-    kv_scales: str = field(default="", metadata=_why('for 8-bit KV: where its scales come from, such as "checkpoint"'))
-    model: str = field(default="", metadata=_why("name in the identity; empty: LMCache's, which may be a local folder"))
-    tenant: str = field(default="default", metadata=_why("whose caches these are; tenants never share"))
+    kv_scales: str = field(default="", metadata=why('for 8-bit KV: where its scales come from, such as "checkpoint"'))
+    model: str = field(default="", metadata=why("name in the identity; empty: LMCache's, which may be a local folder"))
+    tenant: str = field(default="default", metadata=why("whose caches these are; tenants never share"))
     prefill_s: float = field(
-        default=0.0, metadata=_why("seconds that computing one chunk takes, for the service's eviction; unknown: 0")
+        default=0.0, metadata=why("seconds that computing one chunk takes, for the service's eviction; unknown: 0")
     )
     lookup_deadline_s: float = field(
-        default=0.5, metadata=_why("a lookup not answered by then counts as a miss: the chunks are computed")
+        default=0.5, metadata=why("a lookup not answered by then counts as a miss: the chunks are computed")
     )
     load_deadline_s: float = field(
-        default=10.0, metadata=_why("chunks not loaded by then have failed: they are computed")
+        default=10.0, metadata=why("chunks not loaded by then have failed: they are computed")
     )
     lock_s: float = field(
-        default=300.0, metadata=_why("a lock that nobody gave back by then is given up: its request was aborted")
+        default=300.0, metadata=why("a lock that nobody gave back by then is given up: its request was aborted")
     )
-    load_threads: int = field(default=2, metadata=_why("threads that copy to LMCache's memory, 3-5 GB/s each"))
-    store_threads: int = field(default=1, metadata=_why("threads that copy to the service's memory"))
+    load_threads: int = field(default=2, metadata=why("threads that copy to LMCache's memory, 3-5 GB/s each"))
+    store_threads: int = field(default=1, metadata=why("threads that copy to the service's memory"))
     waiting_max: int = field(
-        default=1024, metadata=_why("tasks that may wait for a thread; what is asked beyond is answered as failed")
+        default=1024, metadata=why("tasks that may wait for a thread; what is asked beyond is answered as failed")
     )
     breaker_failures_max: int = field(
-        default=5, metadata=_why("after so many failed or slow calls in a row LMCache goes on without us for a while")
+        default=5, metadata=why("after so many failed or slow calls in a row LMCache goes on without us for a while")
     )
-    breaker_slow_s: float = field(default=1.0, metadata=_why("a call that takes longer counts as failed"))
+    breaker_slow_s: float = field(default=1.0, metadata=why("a call that takes longer counts as failed"))
     breaker_pause_s: float = field(
-        default=2.0, metadata=_why("first pause before the service is tried again; doubles up to 30 s")
+        default=2.0, metadata=why("first pause before the service is tried again; doubles up to 30 s")
     )
 
     @classmethod

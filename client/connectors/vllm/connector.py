@@ -4,12 +4,10 @@ After its start nothing is raised into the engine: a hook that fails logs it, co
 no cache. Wrong options and a wrong role are raised, at start.
 """
 
-import functools
 import logging
 import os
 import time
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -20,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvservice.client.connectors.breaker import Breaker
+from kvservice.client.connectors.guard import guarded, note_error, nothing
 from kvservice.client.connectors.vllm.engine_identity import EngineModel, engine_identities
 from kvservice.client.connectors.vllm.identity_file import write_identities
 from kvservice.client.connectors.vllm.link import Link
@@ -41,29 +40,6 @@ from kvservice.client.shared_memory import SharedMemoryTransport
 KVConnectorMetadata.register(StepOrders)
 
 log = logging.getLogger("vllm.kvservice")
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def _guarded(neutral: Callable[[], Any]) -> Callable[[F], F]:
-    """Keep exceptions of a hook from the engine; it then answers what ``neutral`` gives."""
-
-    def decorate(hook: F) -> F:
-        @functools.wraps(hook)
-        def guarded(self: "KVServiceConnector", *args: Any, **kwargs: Any) -> Any:
-            try:
-                return hook(self, *args, **kwargs)
-            except Exception as error:  # noqa: BLE001  the engine must go on whatever happens here
-                self._note_error(hook.__name__, error)
-                return neutral()
-
-        return guarded  # type: ignore[return-value]
-
-    return decorate
-
-
-def _nothing() -> None:
-    return None
 
 
 class KVServiceConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is not installed where mypy runs
@@ -145,11 +121,7 @@ class KVServiceConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is n
         return Link(open_session, breaker)
 
     def _note_error(self, hook: str, error: Exception) -> None:
-        self.counts.add("hook_errors")
-        kind = (hook, type(error).__name__)
-        if kind not in self._seen_errors:
-            self._seen_errors.add(kind)
-            log.error("kvservice: %s failed, the engine goes on without it (told once)", hook, exc_info=error)
+        note_error(self.counts, self._seen_errors, hook, error)
 
     # ------------------------------------------------------------------ what vLLM reads of the class
 
@@ -179,7 +151,7 @@ class KVServiceConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is n
         """Our metrics in vLLM's /metrics."""
         return KVServiceProm(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
-    @_guarded(_nothing)
+    @guarded(nothing)
     def get_kv_connector_stats(self) -> KVServiceStats | None:
         """What changed since the last step; called on both sides."""
         gauge = "breaker_scheduler" if self._scheduler is not None else "breaker_worker"
@@ -189,13 +161,13 @@ class KVServiceConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is n
 
     # ------------------------------------------------------------------ scheduler
 
-    @_guarded(_nothing)
+    @guarded(nothing)
     def on_new_request(self, request: Any) -> None:
         """A request arrived."""
         if self._scheduler is not None:
             self._scheduler.on_new_request(request)
 
-    @_guarded(lambda: (0, False))
+    @guarded(lambda: (0, False))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many more tokens can be loaded, and whether between steps."""
         if self._scheduler is None:
@@ -212,7 +184,7 @@ class KVServiceConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is n
             self._note_error("update_state_after_alloc", error)
             self._scheduler.order_failure(request.request_id, num_external_tokens)
 
-    @_guarded(dict)
+    @guarded(dict)
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
         """Which tier the promised tokens come from."""
         if self._scheduler is None or not num_external_tokens:
@@ -221,25 +193,25 @@ class KVServiceConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is n
         sources = {CacheHitSource.HOST: in_memory, CacheHitSource.DISK: on_ssd}
         return {source: tokens for source, tokens in sources.items() if tokens}
 
-    @_guarded(lambda: NOTHING)
+    @guarded(lambda: NOTHING)
     def build_connector_meta(self, scheduler_output: Any) -> StepOrders:
         """What the workers have to do in this step."""
         return NOTHING if self._scheduler is None else self._scheduler.build_orders(scheduler_output)
 
-    @_guarded(_nothing)
+    @guarded(nothing)
     def update_connector_output(self, connector_output: Any) -> None:
         """What the workers reported of a step."""
         if self._scheduler is not None:
             self._scheduler.update(connector_output)
 
-    @_guarded(lambda: (False, None))
+    @guarded(lambda: (False, None))
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """A request ended; its blocks may be freed at once, since whatever is saved was copied before."""
         if self._scheduler is not None:
             self._scheduler.ended(request)
         return False, None
 
-    @_guarded(lambda: False)
+    @guarded(lambda: False)
     def reset_cache(self) -> bool:
         """Nothing stored before is found by this engine any more. Other engines keep theirs."""
         if self._scheduler is None or self._chains is None:
@@ -251,44 +223,44 @@ class KVServiceConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is n
 
     # ------------------------------------------------------------------ worker
 
-    @_guarded(_nothing)
+    @guarded(nothing)
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """The engine's paged KV."""
         if self._worker is not None:
             self._worker.register(kv_caches)
 
-    @_guarded(_nothing)
+    @guarded(nothing)
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         """A step's orders."""
         super().bind_connector_metadata(connector_metadata)
         if self._worker is not None:
             self._worker.bind(connector_metadata)
 
-    @_guarded(_nothing)
+    @guarded(nothing)
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """Blocks may be given to others."""
         if self._worker is not None:
             self._worker.preempted()
 
-    @_guarded(_nothing)
+    @guarded(nothing)
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Begin the step's loads."""
         if self._worker is not None:
             self._worker.start_loads()
 
-    @_guarded(_nothing)
+    @guarded(nothing)
     def wait_for_layer_load(self, layer_name: str) -> None:
         """The engine is about to read this layer."""
         if self._worker is not None:
             self._worker.wait_for_layer(layer_name)
 
-    @_guarded(_nothing)
+    @guarded(nothing)
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """The engine has written this layer."""
         if self._worker is not None:
             self._worker.save_layer(layer_name)
 
-    @_guarded(_nothing)
+    @guarded(nothing)
     def wait_for_save(self) -> None:
         """The forward is over."""
         if self._worker is not None:
@@ -298,7 +270,7 @@ class KVServiceConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is n
         """For engines that do not know ``get_transfer_results``."""
         return None, self.get_transfer_results(finished_req_ids).finished_recving or None
 
-    @_guarded(KVConnectorTransferResults)
+    @guarded(KVConnectorTransferResults)
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Requests whose load between steps has ended."""
         if self._worker is None:
@@ -306,17 +278,17 @@ class KVServiceConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is n
         finished, failed = self._worker.take_finished()
         return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
 
-    @_guarded(set)
+    @guarded(set)
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks that loads left unfilled."""
         return set() if self._worker is None else self._worker.take_bad_blocks()
 
-    @_guarded(_nothing)
+    @guarded(nothing)
     def build_connector_worker_meta(self) -> Any:
         """What the scheduler's side has to know besides."""
         return None if self._worker is None else self._worker.take_notice()
 
-    @_guarded(_nothing)
+    @guarded(nothing)
     def shutdown(self) -> None:
         """Store what waits, end threads and sessions."""
         if self._scheduler is not None:

@@ -6,13 +6,9 @@ A wrong option stops the engine's start, with the nearest name that exists. Impo
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from kvservice.client.connectors.option_checks import check_address, check_tenant, read_options
+from kvservice.client.connectors.option_checks import check_address, check_tenant, read_options, why
 
 WHERE = "kv_connector_extra_config"
-
-
-def _why(text: str) -> dict[str, str]:
-    return {"why": text}
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,55 +16,55 @@ class ConnectorOptions:
     """The connector's settings. Made by ``of``; ``chunk_tokens`` is a multiple of the engine's block size then."""
 
     address: str = field(
-        metadata=_why("unix:/path of the service on this host, as `kvservice serve` prints it; or 127.0.0.1:port")
+        metadata=why("unix:/path of the service on this host, as `kvservice serve` prints it; or 127.0.0.1:port")
     )
     chunk_tokens: int = field(
         default=256,
-        metadata=_why("tokens of a record, rounded up to whole blocks: fewer find more of a prompt, more cost less"),
+        metadata=why("tokens of a record, rounded up to whole blocks: fewer find more of a prompt, more cost less"),
     )
     load_tokens_min: int = field(
         default=1,
-        metadata=_why("fewer found tokens than that are computed: a load has a price of its own, see load_seconds"),
+        metadata=why("fewer found tokens than that are computed: a load has a price of its own, see load_seconds"),
     )
     is_async: bool = field(
         default=True,
-        metadata=_why("load between steps; false: in the step, layer by layer, which stalls the step's other requests"),
+        metadata=why("load between steps; false: in the step, layer by layer, which stalls the step's other requests"),
     )
     is_shared: bool = field(
         default=True,
-        metadata=_why("share with other engines, which needs the weights' digest; false: only within this engine"),
+        metadata=why("share with other engines, which needs the weights' digest; false: only within this engine"),
     )
     model: str = field(
-        default="", metadata=_why("name in the identity; empty: the hub's name, or the architecture of a local folder")
+        default="", metadata=why("name in the identity; empty: the hub's name, or the architecture of a local folder")
     )
     weights: str = field(
-        default="", metadata=_why("revision or digest of the weights; empty: the hub's commit, or a digest of files")
+        default="", metadata=why("revision or digest of the weights; empty: the hub's commit, or a digest of files")
     )
     adapters: Mapping[str, str] = field(
         default_factory=dict,
-        metadata=_why("digest or revision of LoRA adapters by name; others are read from their folders"),
+        metadata=why("digest or revision of LoRA adapters by name; others are read from their folders"),
     )
-    tenant: str = field(default="default", metadata=_why("whose caches these are; tenants never share"))
+    tenant: str = field(default="default", metadata=why("whose caches these are; tenants never share"))
     identity_file: str = field(
         default="",
-        metadata=_why("file that the engine's identity is written to at its start, for `kvservice explain`"),
+        metadata=why("file that the engine's identity is written to at its start, for `kvservice explain`"),
     )
     lookup_deadline_s: float = field(
-        default=0.5, metadata=_why("a lookup not answered by then counts as a miss: the request is computed")
+        default=0.5, metadata=why("a lookup not answered by then counts as a miss: the request is computed")
     )
     load_deadline_s: float = field(
-        default=10.0, metadata=_why("a load not finished by then has failed: the request is computed")
+        default=10.0, metadata=why("a load not finished by then has failed: the request is computed")
     )
     saves_bytes_max: int = field(
-        default=1 << 30, metadata=_why("memory for rows on their way to the service; what finds no room is not saved")
+        default=1 << 30, metadata=why("memory for rows on their way to the service; what finds no room is not saved")
     )
     breaker_failures_max: int = field(
         default=5,
-        metadata=_why("after so many failed or slow calls in a row the engine goes on without cache for a while"),
+        metadata=why("after so many failed or slow calls in a row the engine goes on without cache for a while"),
     )
-    breaker_slow_s: float = field(default=1.0, metadata=_why("a call that takes longer counts as failed"))
+    breaker_slow_s: float = field(default=1.0, metadata=why("a call that takes longer counts as failed"))
     breaker_pause_s: float = field(
-        default=2.0, metadata=_why("first pause before the service is tried again; doubles up to 30 s")
+        default=2.0, metadata=why("first pause before the service is tried again; doubles up to 30 s")
     )
 
     @classmethod

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvservice.client.arrivals import Arrivals
-from kvservice.client.session import Session
-from kvservice.model.cache import CacheKind, Extent, Tier
+from kvservice.client.session import Session, location_of
+from kvservice.model.cache import CacheKind, Tier
 from kvservice.model.errors import CorruptError, InvalidInputError, RecordFormatError, UnavailableError
 from kvservice.model.identity import Identity, Namespace
 from kvservice.model.plan import Location
@@ -37,8 +37,8 @@ class FoundRecord:
     @classmethod
     def of(cls, key: CacheKey, tokens: int, reply: wire.SegmentReply) -> "FoundRecord":
         """What a lookup's reply says of a hit."""
-        master = _location(reply.master) if reply.HasField("master") else None
-        return cls(key, tokens, _location(reply.record), master)
+        master = location_of(reply.master) if reply.HasField("master") else None
+        return cls(key, tokens, location_of(reply.record), master)
 
 
 class ChunkReader:
@@ -132,10 +132,6 @@ class Scratch:
         if len(self._bytes) < length:
             self._bytes = np.empty(length, np.uint8)
         return self._bytes[:length]
-
-
-def _location(place: wire.Location) -> Location:
-    return Location(Tier(place.tier), Extent(place.extent.offset, place.extent.length), place.generation)
 
 
 def _materialise(identity: Identity, record: RecordReader, master: RecordReader, layer: int) -> list[StorageBits]:

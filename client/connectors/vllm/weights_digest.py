@@ -34,6 +34,11 @@ _CONFIGS = (
 _WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
 
 
+def model_name(name: str) -> str:
+    """The hub's name; of a local folder its last part, since the rest is another on every machine."""
+    return Path(name).name if Path(name).exists() else name
+
+
 def weights_digest(path: Path) -> str:
     """Digest of a model's or adapter's folder, or of one file; 32 hexadecimal digits.
 

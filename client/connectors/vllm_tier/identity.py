@@ -9,9 +9,9 @@ import json
 import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, is_dataclass, replace
-from pathlib import Path
 from typing import Any
 
+from kvservice.client.connectors.vllm.weights_digest import model_name
 from kvservice.client.connectors.vllm_tier.options import WHERE, TierOptions
 from kvservice.model.errors import ConfigError
 from kvservice.model.geometry import opaque_geometry
@@ -48,7 +48,7 @@ def row_identity(config: Any, row_bytes: int, options: TierOptions, form: Engine
         _check_complete(options, str(config.model.dtype))
     return Identity(
         tenant=options.tenant,
-        model=options.model or _model_name(str(config.model.name)),
+        model=options.model or model_name(str(config.model.name)),
         weights=options.weights if options.is_shared else f"private:{config.engine_id}",
         geometry=opaque_geometry(row_bytes),
         rope=(opaque_rope(),),
@@ -77,11 +77,6 @@ def _check_complete(options: TierOptions, dtype: str) -> None:
             'part of the weights, "page" if vLLM keeps them within its blocks; scales calculated at start cannot be '
             'shared: set "is_shared": false'
         )
-
-
-def _model_name(name: str) -> str:
-    """The hub's name; of a local folder its last part, since the rest is another on every machine."""
-    return Path(name).name if Path(name).exists() else name
 
 
 def _meaning(config: Any, options: TierOptions, form: EngineFormat) -> Mapping[str, object]:

@@ -6,13 +6,9 @@ A wrong option stops the engine's start, with the nearest name that exists. Impo
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 
-from kvservice.client.connectors.option_checks import check_address, check_tenant, read_options
+from kvservice.client.connectors.option_checks import check_address, check_tenant, read_options, why
 
 WHERE = "secondary_tiers, KVServiceTier"
-
-
-def _why(text: str) -> dict[str, str]:
-    return {"why": text}
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,52 +16,52 @@ class TierOptions:
     """The tier's settings. Made by ``of``."""
 
     address: str = field(
-        metadata=_why("unix:/path of the service on this host, as `kvservice serve` prints it; or 127.0.0.1:port")
+        metadata=why("unix:/path of the service on this host, as `kvservice serve` prints it; or 127.0.0.1:port")
     )
     is_shared: bool = field(
         default=True,
-        metadata=_why("share with other engines, which needs weights, config and quantization; false: with nobody"),
+        metadata=why("share with other engines, which needs weights, config and quantization; false: with nobody"),
     )
-    weights: str = field(default="", metadata=_why("revision or digest of the weights; vLLM does not tell a tier"))
+    weights: str = field(default="", metadata=why("revision or digest of the weights; vLLM does not tell a tier"))
     config: str = field(
-        default="", metadata=_why("digest of the model's configuration, RoPE above all; vLLM does not tell a tier")
+        default="", metadata=why("digest of the model's configuration, RoPE above all; vLLM does not tell a tier")
     )
     quantization: str = field(
-        default="", metadata=_why('how the weights are quantized when loaded, "none" if not; vLLM does not tell a tier')
+        default="", metadata=why('how the weights are quantized when loaded, "none" if not; vLLM does not tell a tier')
     )
     kv_scales: str = field(
-        default="", metadata=_why('for 8-bit KV: where its scales come from, such as "checkpoint" or "page"')
+        default="", metadata=why('for 8-bit KV: where its scales come from, such as "checkpoint" or "page"')
     )
     layout: str = field(
-        default="", metadata=_why("what else orders the bytes of a block, if engines that share differ in it")
+        default="", metadata=why("what else orders the bytes of a block, if engines that share differ in it")
     )
-    model: str = field(default="", metadata=_why("name in the identity; empty: vLLM's, which may be a local folder"))
+    model: str = field(default="", metadata=why("name in the identity; empty: vLLM's, which may be a local folder"))
     identity_file: str = field(
-        default="", metadata=_why("file to write the identity to, for `kvservice explain`; empty: none")
+        default="", metadata=why("file to write the identity to, for `kvservice explain`; empty: none")
     )
-    tenant: str = field(default="default", metadata=_why("whose caches these are; tenants never share"))
+    tenant: str = field(default="default", metadata=why("whose caches these are; tenants never share"))
     keeps_on_reset: bool = field(
         default=False,
-        metadata=_why("true: find old chunks after vLLM reset its caches, which it also does when weights change"),
+        metadata=why("true: find old chunks after vLLM reset its caches, which it also does when weights change"),
     )
     lookup_deadline_s: float = field(
-        default=0.5, metadata=_why("a lookup not answered by then counts as a miss: the chunk is computed")
+        default=0.5, metadata=why("a lookup not answered by then counts as a miss: the chunk is computed")
     )
     load_deadline_s: float = field(
-        default=10.0, metadata=_why("chunks not loaded by then have failed: they are computed")
+        default=10.0, metadata=why("chunks not loaded by then have failed: they are computed")
     )
-    load_threads: int = field(default=2, metadata=_why("threads that copy to vLLM's memory, 3-5 GB/s each"))
-    store_threads: int = field(default=1, metadata=_why("threads that copy to the service's memory"))
+    load_threads: int = field(default=2, metadata=why("threads that copy to vLLM's memory, 3-5 GB/s each"))
+    store_threads: int = field(default=1, metadata=why("threads that copy to the service's memory"))
     stores_waiting_max: int = field(
-        default=4096, metadata=_why("chunks that may wait to be stored, and pin vLLM's memory; more are not stored")
+        default=4096, metadata=why("chunks that may wait to be stored, and pin vLLM's memory; more are not stored")
     )
     breaker_failures_max: int = field(
         default=5,
-        metadata=_why("after so many failed or slow calls in a row the engine goes on without the tier for a while"),
+        metadata=why("after so many failed or slow calls in a row the engine goes on without the tier for a while"),
     )
-    breaker_slow_s: float = field(default=1.0, metadata=_why("a call that takes longer counts as failed"))
+    breaker_slow_s: float = field(default=1.0, metadata=why("a call that takes longer counts as failed"))
     breaker_pause_s: float = field(
-        default=2.0, metadata=_why("first pause before the service is tried again; doubles up to 30 s")
+        default=2.0, metadata=why("first pause before the service is tried again; doubles up to 30 s")
     )
 
     @classmethod

@@ -4,11 +4,10 @@ After its start nothing is raised into the engine: a hook that fails logs it, co
 no tier. Wrong options and an identity that is not complete are raised, at start.
 """
 
-import functools
 import inspect
 import logging
-from collections.abc import Callable, Collection, Iterable
-from typing import Any, TypeVar
+from collections.abc import Collection, Iterable
+from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
@@ -20,6 +19,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
+from kvservice.client.connectors.guard import guarded, note_error, nothing
 from kvservice.client.connectors.vllm.identity_file import write_identities
 from kvservice.client.connectors.vllm_tier.identity import EngineFormat, row_identity
 from kvservice.client.connectors.vllm_tier.lookups import Verdict
@@ -36,29 +36,6 @@ OF_VLLM = ("type", "module_path", "backpressure", "locality")
 log = logging.getLogger("vllm.kvservice")
 
 _RESULTS = {Verdict.HIT: LookupResult.HIT, Verdict.MISS: LookupResult.MISS, Verdict.LATER: LookupResult.RETRY}
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def _guarded(neutral: Callable[[], Any]) -> Callable[[F], F]:
-    """Keep exceptions of a hook from the engine; it then answers what ``neutral`` gives."""
-
-    def decorate(hook: F) -> F:
-        @functools.wraps(hook)
-        def guarded(self: "KVServiceTier", *args: Any, **kwargs: Any) -> Any:
-            try:
-                return hook(self, *args, **kwargs)
-            except Exception as error:  # noqa: BLE001  the engine must go on whatever happens here
-                self._note_error(hook.__name__, error)
-                return neutral()
-
-        return guarded  # type: ignore[return-value]
-
-    return decorate
-
-
-def _nothing() -> None:
-    return None
 
 
 class KVServiceTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not installed where mypy runs
@@ -95,7 +72,7 @@ class KVServiceTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         )
         write_identities(options.identity_file, [identity])
 
-    @_guarded(lambda: LookupResult.MISS)
+    @guarded(lambda: LookupResult.MISS)
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
         """Whether the service has a chunk; RETRY while that is not known."""
         return _RESULTS[self._side.ask(req_context.req_id, key)]
@@ -113,31 +90,31 @@ class KVServiceTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         refused, self._refused = self._refused, []
         return [JobResult(job_id=number, success=False) for number in refused] + self._finished()
 
-    @_guarded(RequestOffloadingContext)
+    @guarded(RequestOffloadingContext)
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
         """Chunks as they are computed are enough: what is held already is not stored again."""
         return RequestOffloadingContext()
 
-    @_guarded(_nothing)
+    @guarded(nothing)
     def on_request_finished(self, req_context: Any) -> None:
         """What was found for the request is let go."""
         self._side.ended(req_context.req_id)
 
-    @_guarded(_nothing)
+    @guarded(nothing)
     def on_schedule_end(self, context: Any) -> None:
         """Send the step's questions. Requests that begin to run ask no more: what was found for them is let go."""
         self._side.flush(list(context.new_req_ids))
 
-    @_guarded(_nothing)
+    @guarded(nothing)
     def touch(self, keys: Collection[bytes], req_context: Any) -> None:
         """The service counts use by what is looked up and loaded."""
 
-    @_guarded(_nothing)
+    @guarded(nothing)
     def drain_jobs(self) -> None:
         """Block until no copy touches vLLM's memory; see ``TierSide.drain`` for what is found afterwards."""
         self._side.drain()
 
-    @_guarded(lambda: False)
+    @guarded(lambda: False)
     def has_pending_work(self) -> bool:
         """The manager steps on by itself while a job is under way, and nothing else here needs steps."""
         return False
@@ -148,7 +125,7 @@ class KVServiceTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         counters = {PREFIX + name: OffloadingCounterMetadata(documentation=text) for name, text in COUNTERS.items()}
         return counters | {PREFIX + name: OffloadingGaugeMetadata(documentation=text) for name, text in GAUGES.items()}
 
-    @_guarded(_nothing)
+    @guarded(nothing)
     def get_stats(self) -> OffloadingConnectorStats | None:
         """What changed since the last call; all of it, at 0, the first time."""
         changed = self._side.figures()
@@ -179,7 +156,7 @@ class KVServiceTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
             self._note_error(hook, error)
             self._refused.append(job.job_id)
 
-    @_guarded(list)
+    @guarded(list)
     def _finished(self) -> list[JobResult]:
         return [self._result(job) for job in self._side.take_finished()]
 
@@ -194,11 +171,7 @@ class KVServiceTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not 
         )
 
     def _note_error(self, hook: str, error: Exception) -> None:
-        self._side.counts.add("hook_errors")
-        kind = (hook, type(error).__name__)
-        if kind not in self._seen_errors:
-            self._seen_errors.add(kind)
-            log.error("kvservice: %s failed, the engine goes on without it (told once)", hook, exc_info=error)
+        note_error(self._side.counts, self._seen_errors, hook, error)
 
 
 def _written_by_user(offloading_spec: Any, tier_type: str) -> set[str]:
