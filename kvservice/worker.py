@@ -82,6 +82,7 @@ class OrderedWork:
             return await asyncio.shield(done)
         except asyncio.CancelledError:
             await _until_done(done)
+            done.exception()  # nobody waits for it any more: not one to report when the future is collected
             raise
 
     def _take(self) -> None:

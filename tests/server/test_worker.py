@@ -1,6 +1,7 @@
 """Workers: over only when the work is, however the caller ends."""
 
 import asyncio
+import gc
 import threading
 from functools import partial
 
@@ -89,3 +90,28 @@ async def test_ordered_work_is_told_as_done_while_what_its_own_turn_took_still_r
     assert (await third, await first) == ("quickest", "quick")
     may_end.set()
     assert await second
+
+
+async def test_ordered_work_that_fails_behind_a_cancelled_caller_is_no_forgotten_exception() -> None:
+    told: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(str(context)))
+    worker, began, may_end = ThreadWorker(1), threading.Event(), threading.Event()
+
+    def fail() -> None:
+        began.set()
+        may_end.wait(30)
+        raise ValueError("nobody waits for this")
+
+    caller = asyncio.create_task(OrderedWork(worker).run(1, fail))
+    while not began.is_set():  # noqa: ASYNC110  the event is a thread's
+        await asyncio.sleep(0)
+    caller.cancel()
+    asyncio.get_running_loop().call_soon(may_end.set)
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+    worker.close()
+    del caller
+    for _ in range(3):  # the thread's turn ends, and lets go of what it held
+        await asyncio.sleep(0)
+        gc.collect()
+    assert told == []
