@@ -204,7 +204,8 @@ class _CpuSegment:
 
     def open_layers(self, first: int, end: int) -> None:
         if self._has_mirrors:
-            layers = [None if one is None else self._read_tables(one, first, end) for one in self._mirrors]
+            paged = self._prepared.paged
+            layers = [None if one is None else read_mirror_tables(one, first, end, paged) for one in self._mirrors]
             self._opened = self._prepared.open_mirrors(first, layers)
 
     def restore_layers(self, first: int, end: int) -> None:
@@ -213,15 +214,15 @@ class _CpuSegment:
         except KernelInputError as error:
             raise InvalidInputError(f"layers {first}..{end}: {error}; none of them was written") from error
 
-    def _read_tables(self, mirror: RecordReader, first: int, end: int) -> cpu.MirrorLayers:
-        layout = mirror.layout
-        begins, lengths = layout.section_offsets[first:end], layout.section_bytes[first:end]
-        sections = [(begin, begin + length) for begin, length in zip(begins, lengths, strict=True)]
-        try:
-            return cpu.MirrorLayers.read(
-                mirror.buffer, np.array(sections, np.int64), self._prepared.paged, mirror.meta.tokens
-            )
-        except KernelInputError as error:
-            for layer in range(first, end):
-                mirror.mirror(layer)  # says what is wrong with which cache and layer
-            raise CorruptError(f"{mirror}, layers {first}..{end}: {error}") from error
+
+def read_mirror_tables(mirror: RecordReader, first: int, end: int, paged: cpu.PagedLayers) -> cpu.MirrorLayers:
+    """Where layers ``[first, end)`` of a mirror lie in its record. Raises CorruptError, naming the cache."""
+    layout = mirror.layout
+    begins, lengths = layout.section_offsets[first:end], layout.section_bytes[first:end]
+    sections = [(begin, begin + length) for begin, length in zip(begins, lengths, strict=True)]
+    try:
+        return cpu.MirrorLayers.read(mirror.buffer, np.array(sections, np.int64), paged, mirror.meta.tokens)
+    except KernelInputError as error:
+        for layer in range(first, end):
+            mirror.mirror(layer)  # says what is wrong with which cache and layer
+        raise CorruptError(f"{mirror}, layers {first}..{end}: {error}") from error

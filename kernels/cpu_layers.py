@@ -128,6 +128,27 @@ class MirrorLayers:
             raise KernelInputError(f"section {bad} of a mirror: its runs and rows are not what its size says")
         return cls(buffer, row_bounds, runs, run_ends)
 
+    def take_rows(self, first: int, end: int, row_bytes: Int64s) -> "MirrorLayers":
+        """Rows ``[first, end)`` of the segment, counted from ``first`` on, over the same buffer.
+
+        ``row_bytes``: of every plane. For tables as ``read`` gives them.
+        """
+        firsts, counts = self.runs[:, 0], self.runs[:, 1]
+        begins, ends = np.maximum(firsts, first), np.minimum(firsts + counts, end)
+        is_kept = ends > begins
+        runs = np.stack([begins - first, ends - begins], axis=1)[is_kept].astype(np.int32)
+        skipped = self._plane_sums(np.clip(first - firsts, 0, counts))
+        rows = self._plane_sums(np.where(is_kept, ends - begins, 0))
+        begin = self.row_bounds[:, :, 0] + skipped * row_bytes
+        bounds = np.stack([begin, begin + rows * row_bytes], axis=2)
+        run_ends = np.cumsum(self._plane_sums(is_kept).ravel(), dtype=np.int64).reshape(self.run_ends.shape)
+        return MirrorLayers(self.buffer, bounds, runs, run_ends)
+
+    def _plane_sums(self, values: npt.NDArray[Any]) -> Int64s:
+        """Sums of one value a run, int64 ``[layers, planes]``."""
+        sums = np.concatenate([[0], np.cumsum(values, dtype=np.int64)])[self.run_ends.ravel()]
+        return np.diff(sums, prepend=0).reshape(self.run_ends.shape)
+
     def note(self, words: Int64s, i_target: int) -> int:
         """Fill in ``words`` ``[targets, MIRROR_WORDS]`` for a target; returns where they are. Must outlive them."""
         at: int = cpu_tables.note_mirror(words, i_target, self.buffer, self.row_bounds, self.runs, self.run_ends)

@@ -68,7 +68,7 @@ def restore_layers(
     mirrors_first: int,
     is_streamed: bool,
 ) -> tuple[int, int]:
-    """Restore layers ``[first, end)``; where something is wrong nothing, and ``_first_bad_plane``'s answer.
+    """Restore layers ``[first, end)``; where something is wrong nothing, and ``first_bad_plane``'s answer.
 
     Tables are given by address, as unpacking an array costs a cold call more than a number. Of all layers: ``words``
     ``[layers, planes, PLANE_WORDS]``; ``turning`` ``[layers, 2]``: which of the jobs' rotations, and whether its pairs
@@ -78,7 +78,7 @@ def restore_layers(
     words += first * planes * PLANE_BYTES
     layer_stride = load_word(master, LAYER_STRIDE)
     skipped = (first - mirrors_first) * planes
-    bad = _first_bad_plane(tokens, (end - first) * planes, planes, targets, words, master, first, mirrors, skipped)
+    bad = first_bad_plane(tokens, (end - first) * planes, planes, targets, words, master, first, mirrors, skipped)
     if bad[0] >= 0:
         return bad
     own = np.empty(2 * targets * CURSOR_WORDS + 1, np.int64)
@@ -349,7 +349,7 @@ def _gather_plane(tag: Any, element_bytes: int, plane: int, slots: int, rows: in
 
 
 @njit(nogil=True, cache=True)
-def _first_bad_plane(
+def first_bad_plane(
     tokens: int,
     plane_count: int,
     planes: int,

@@ -45,7 +45,7 @@ class PreparedRestore:
     tokens: int
     paged: PagedLayers
     targets: int
-    _jobs_at: int
+    jobs_at: int
     _is_streamed: bool
     _kept: list[Any]
 
@@ -115,7 +115,7 @@ class PreparedRestore:
         mirrors_at, mirrors_first = (mirrors.words_at, mirrors.first) if mirrors is not None else (0, 0)
         bad: tuple[int, int] = loops.restore_layers(
             TAGS[paged.dtype], paged.bits.itemsize, self.tokens, first, end, len(paged.shapes), self.targets,
-            paged.words_at, paged.turning_at, self._jobs_at, master, mirrors_at, mirrors_first, self._is_streamed,
+            paged.words_at, paged.turning_at, self.jobs_at, master, mirrors_at, mirrors_first, self._is_streamed,
         )  # fmt: skip
         return bad
 

@@ -104,6 +104,21 @@ def gather_layer(paged: Sequence[Tensor], slots: Tensor, shapes: Sequence[Plane]
     return nonfinite
 
 
+def scatter_by_table(blocks: Tensor, slots: Tensor, perm: Tensor, rows: Tensor) -> None:
+    """Write rows to packed blocks ``[blocks, block_elements]``; see ``cpu_blocks.scatter_by_table``."""
+    for row, slot in zip(rows, slots.tolist(), strict=True):
+        if slot >= 0:
+            block, offset = divmod(slot, len(perm))
+            blocks[block, perm[offset]] = row
+
+
+def gather_by_table(blocks: Tensor, slots: Tensor, perm: Tensor, out: Tensor) -> int:
+    """Copy rows of packed blocks to ``out``; returns how many values are NaN or infinite."""
+    block, offset = slots // len(perm), slots % len(perm)
+    out.copy_(blocks[block[:, None], perm[offset]])
+    return int((~torch.isfinite(out.float())).sum())
+
+
 def deviation_layer(
     candidates: Sequence[Sequence[Tensor]], positions: Sequence[int], shapes: Sequence[Plane], rotation: Rotation
 ) -> npt.NDArray[np.float64]:

@@ -337,6 +337,12 @@ def copy_two_bytes(typing: Any, target: Any, source: Any) -> Any:
 
 
 @intrinsic
+def copy_four_bytes(typing: Any, target: Any, source: Any) -> Any:
+    """Copy 4 bytes."""
+    return _copier(_I32)
+
+
+@intrinsic
 def differ_in_line(typing: Any, left: Any, right: Any) -> Any:
     """Whether 64 bytes differ."""
 

@@ -26,9 +26,10 @@ def test_importing_a_part_loads_no_kernels(module: str) -> None:
     assert done.stdout.split() == []
 
 
-def test_layouts_load_torch_but_not_numba() -> None:
+@pytest.mark.parametrize("part", ["layout", "paged"])
+def test_an_engines_blocks_load_torch_but_not_numba(part: str) -> None:
     script = (
-        "import sys, kvservice.client.connectors.vllm.layout; print('torch' in sys.modules, 'numba' in sys.modules)"
+        f"import sys, kvservice.client.connectors.vllm.{part}; print('torch' in sys.modules, 'numba' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["True", "False"]

@@ -73,6 +73,7 @@ def make_paged(blocks: int, block_size: int, shape: Plane, dtype: str, layout: s
     return list(np.moveaxis(storage, axes, (0, 1, 2, 3, 4)))
 
 
+PACKINGS = ("amx", "vec", "rows", "shuffled")
 SHAPES: dict[str, list[PlaneShape]] = {
     "mha": [PlaneShape(2, 64, 0, 64), PlaneShape(2, 64)],
     "gqa": [PlaneShape(1, 128, 0, 128), PlaneShape(1, 128)],
@@ -81,6 +82,30 @@ SHAPES: dict[str, list[PlaneShape]] = {
     "odd": [PlaneShape(2, 15, 3, 10), PlaneShape(2, 15)],
     "latent": [PlaneShape(1, 96, 32, 64)],
 }
+
+
+def make_perms(packing: str, block_size: int, heads: int, head_size: int) -> list[npt.NDArray[np.int64]]:
+    """Where K's and V's values lie in a block, int64 ``[block_size, heads * head_size]``.
+
+    ``amx``: K as pairs of dimensions of 16 tokens, V as pairs of tokens of 16 dimensions, as vLLM on AMX (block_size
+    and head_size by 16). ``vec``: per head all tokens of K, dimension by dimension, then V's rows. ``rows``: whole
+    rows. ``shuffled``: anywhere.
+    """
+    token, head, at = np.ix_(*(np.arange(count, dtype=np.int64) for count in (block_size, heads, head_size)))
+    plane, base = block_size * head_size, head * 2 * block_size * head_size
+    match packing:
+        case "amx":
+            keys = base + token // 16 * 16 * head_size + at // 2 * 32 + token % 16 * 2 + at % 2
+            values = base + plane + at // 16 * 16 * block_size + token // 2 * 32 + at % 16 * 2 + token % 2
+        case "vec":
+            keys, values = base + at * block_size + token, base + plane + token * head_size + at
+        case "rows":
+            keys = (token * heads + head) * head_size + at
+            values = keys + plane * heads
+        case _:
+            found = np.random.default_rng(7).permutation(2 * heads * plane).reshape(2, block_size, heads, head_size)
+            keys, values = found
+    return [perm.reshape(block_size, heads * head_size) for perm in (keys, values)]
 
 
 def make_rotation(size: int, *, is_interleaved: bool) -> Rotation:

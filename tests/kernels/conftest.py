@@ -13,6 +13,8 @@ for _name, _below in (
     ("cpu_loops.py", ("vector.py", "cpu_steps.py")),
     ("cpu_deviation.py", ("vector.py", "cpu_steps.py", "cpu_loops.py")),
     ("cpu_tables.py", ("vector.py", "cpu_loops.py")),
+    ("cpu_blocks.py", ("vector.py", "cpu_steps.py")),
+    ("cpu_packed.py", ("vector.py", "cpu_steps.py", "cpu_loops.py", "cpu_blocks.py")),
 ):
     _file = KERNELS / _name
     if max((KERNELS / name).stat().st_mtime for name in _below) > _file.stat().st_mtime:

@@ -67,6 +67,22 @@ class Layers:
             )
             prepared.restore_layers(first, end, master, opened)
 
+    def restore_in_parts(self, paged: list[list[Bits]], step: int) -> None:
+        """``step`` rows of the segment at a time, all layers, each part a segment of its own."""
+        memory = [cpu.paged_layer(planes, self.shapes, planes[0].dtype) for planes in paged]
+        table = cpu.paged_layers(memory, self.shapes, self.rotations, self.dtype)
+        positions = [mirror[0].position if mirror else None for mirror in self.mirrors]
+        mirrors = [read(one, table, self.tokens) if one else None for one in self.mirrors]
+        whole = self.dense()
+        for first in range(0, self.tokens, step):
+            end = min(first + step, self.tokens)
+            targets = [Target(one.position, one.slots[first:end].copy()) for one in self.targets]
+            prepared = cpu.prepare_restore(end - first, 100, targets, table, positions)
+            parts = [one and one.take_rows(first, end, table.row_bytes) for one in mirrors]
+            offsets = [at + first * int(size) for at, size in zip(whole.plane_offsets, table.row_bytes, strict=True)]
+            master = cpu.DenseLayers(whole.buffer, whole.start, whole.layer_stride, offsets)
+            prepared.restore_layers(0, len(paged), master, prepared.open_mirrors(0, parts))
+
     def restore_by_reference(self, paged: list[list[Bits]]) -> None:
         for layer, planes in enumerate(paged):
             targets = [
@@ -155,6 +171,17 @@ def assert_restores(case: Layers, cuts: list[int]) -> None:
 def test_batches_of_layers_write_the_reference_bits(case: Layers, data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.sets(st.integers(1, max(1, len(case.master) - 1)), max_size=3)) - {len(case.master)})
     assert_restores(case, cuts)
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(cases, st.integers(1, 24))
+def test_parts_of_a_segment_with_its_mirrors_write_the_reference_bits(case: Layers, step: int) -> None:
+    wanted, written = case.make_paged(), case.make_paged()
+    case.restore_by_reference(wanted)
+    case.restore_in_parts(written, step)
+    for left, right in zip(written, wanted, strict=True):
+        for ours, theirs in zip(left, right, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
 
 
 def test_rows_fetched_ahead_past_many_runs_have_the_reference_bits() -> None:

@@ -81,6 +81,9 @@ def _check(module: Any, cache: torch.Tensor) -> dict[str, Any]:
 
 
 def _round_trip(layout: Any, module: Any, cache: torch.Tensor, slots: torch.Tensor) -> bool:
+    """By torch, and by the kernels' tables of places."""
+    from kvservice.client.connectors.vllm.host_blocks import host_blocks
+
     bits = torch.int16 if cache.dtype.itemsize == 2 else torch.int32
     edge = 1 << (8 * cache.dtype.itemsize - 1)
     shape = (2, len(slots), module.num_kv_heads * module.head_size)
@@ -91,7 +94,13 @@ def _round_trip(layout: Any, module: Any, cache: torch.Tensor, slots: torch.Tens
     read = [torch.empty_like(plane) for plane in rows]
     layout.gather(theirs, slots, read)
     layout.scatter(ours, slots, list(rows))
-    return all(map(torch.equal, read, rows)) and torch.equal(_bits(theirs), _bits(ours))
+    is_right = all(map(torch.equal, read, rows)) and torch.equal(_bits(theirs), _bits(ours))
+    again, values = cache.clone(), [plane.view(cache.dtype) for plane in rows]
+    by_table = [torch.empty_like(plane) for plane in values]
+    host_blocks([theirs], [layout])[0].gather(slots.numpy(), by_table)
+    host_blocks([again], [layout])[0].scatter(slots.numpy(), values)
+    is_same = all(torch.equal(_bits(one), plane) for one, plane in zip(by_table, rows, strict=True))
+    return is_right and is_same and torch.equal(_bits(theirs), _bits(again))
 
 
 def _bits(cache: torch.Tensor) -> torch.Tensor:

@@ -80,7 +80,7 @@ class BlockLayout:
         or as tensors of the cache's or an integer type. Raises SlotError, GeometryMismatchError; nothing is written.
         Whole blocks in a row (a chunk) take the fast way.
         """
-        blocks, where = self._blocks(cache), self._where(cache, slots)
+        blocks, where = self.blocks_of(cache), self._where(cache, slots)
         if any(isinstance(plane, np.ndarray) and not plane.flags.writeable for plane in out):
             raise GeometryMismatchError("rows cannot be gathered into read-only memory")
         targets = self._rows(out, len(where), blocks.dtype)
@@ -101,7 +101,7 @@ class BlockLayout:
 
         No slot may be there twice. Raises SlotError, GeometryMismatchError; nothing is written then.
         """
-        blocks, where = self._blocks(cache), self._where(cache, slots)
+        blocks, where = self.blocks_of(cache), self._where(cache, slots)
         sources = self._rows(planes, len(where), blocks.dtype)
         if (numbers := self._whole_blocks(where)) is not None:
             packed = torch.empty((len(numbers), self.block_elements), dtype=blocks.dtype, device=blocks.device)
@@ -116,8 +116,8 @@ class BlockLayout:
         for perm, source in zip((self.perm_k, self.perm_v), sources, strict=True):
             blocks[number, perm[inside]] = source.to(blocks.device)
 
-    def _blocks(self, cache: Tensor) -> Tensor:
-        """The cache as storage bits ``[blocks, block_elements]``, a view."""
+    def blocks_of(self, cache: Tensor) -> Tensor:
+        """The cache as storage bits ``[blocks, block_elements]``, a view. Raises GeometryMismatchError."""
         if not _is_dense(cache) or cache[0].numel() != self.block_elements:
             raise GeometryMismatchError(
                 f"a cache of shape {tuple(cache.shape)} has no blocks of {self.block_elements} elements; "
