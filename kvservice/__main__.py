@@ -1,4 +1,6 @@
-"""The ``kvservice`` command: serve, demo, doctor, explain, stats. Names both sides, imports each only when asked to."""
+"""The ``kvservice`` command: serve, demo, doctor, explain, plan, stats. Names both
+sides, imports each only when asked to.
+"""
 
 import argparse
 import asyncio
@@ -13,6 +15,7 @@ from typing import TYPE_CHECKING
 from kvservice import __version__
 from kvservice.config import Settings, add_flags, settings_from_flags, user_cache_folder
 from kvservice.model.errors import InvalidInputError, KVServiceError
+from kvservice.planning.flags import add_flags as add_plan_flags
 
 if TYPE_CHECKING:
     from kvservice.client.explain_command import Question
@@ -41,6 +44,12 @@ def _parser() -> argparse.ArgumentParser:
     stats.add_argument("--http", default=f"127.0.0.1:{Settings().http_port}", metavar="HOST:PORT")
     stats.add_argument("--json", action="store_true", help="the whole document, for programs")
     stats.set_defaults(run=_stats)
+    plan = commands.add_parser(
+        "plan", help="what would more memory or SSD bring; or what a round takes, before traffic"
+    )
+    plan.add_argument("--http", default=f"127.0.0.1:{Settings().http_port}", metavar="HOST:PORT")
+    add_plan_flags(plan)
+    plan.set_defaults(run=_plan)
     _add_client_commands(commands)
     return parser
 
@@ -112,6 +121,16 @@ def _stats(parsed: argparse.Namespace) -> int:
     else:
         print_stats(document)
     return 0
+
+
+def _plan(parsed: argparse.Namespace) -> int:
+    from kvservice.planning.command import run
+
+    try:
+        return run(parsed)
+    except InvalidInputError as error:
+        print(f"kvservice plan: {error}", file=sys.stderr)
+        return 2
 
 
 def _demo(parsed: argparse.Namespace) -> int:

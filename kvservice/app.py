@@ -31,9 +31,10 @@ from kvservice.data_socket import DataSocket, remove_stale_socket
 from kvservice.model.errors import KVServiceError, UnavailableError
 from kvservice.model.limits import GRPC_OPTIONS
 from kvservice.node import Node
+from kvservice.planning.measuring import curves_of, plan_of
 from kvservice.rpc import add_to_server
 from kvservice.stats.document import NodeDocument
-from kvservice.stats.http import build_http
+from kvservice.stats.http import Answer, build_http
 from kvservice.wire.v1 import cache_pb2
 
 SERVICE_NAME = cache_pb2.DESCRIPTOR.services_by_name["CacheService"].full_name
@@ -117,7 +118,8 @@ class NodeServers:
     async def _start_http(self) -> int:
         if self._settings.http_port < 0:
             return 0
-        self._http = web.AppRunner(build_http(self._node.stats_document), access_log=None)
+        answers: dict[str, Answer] = {"/plan": partial(plan_of, self._node), "/curves": partial(curves_of, self._node)}
+        self._http = web.AppRunner(build_http(self._node.stats_document, answers), access_log=None)
         await self._http.setup()
         site = web.TCPSite(self._http, self._settings.host, self._settings.http_port)
         await site.start()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from kvservice.caches import Cache
 from kvservice.config import Settings
+from kvservice.curves.scopes import curve_limits
 from kvservice.killpoints import Killer, KillPoint
 from kvservice.node import Node, NodeLimits
 from kvservice.orders import LOAD_RATES, Orders
@@ -60,6 +61,7 @@ def build_node(settings: Settings, data_socket: str, *, owns_process: bool = Fal
             owns_process=owns_process,
             orders=Orders(_order(settings), _order(settings), LOAD_RATES),
             killer=killer,
+            curve_limits=curve_limits(settings.curve_records),
         )
         if disk is not None and opened is not None:
             node.attach_ssd(disk, opened, _policy(settings))

@@ -47,7 +47,8 @@ class Settings:
         default=50151, metadata=_why("TCP port of the control plane; 0 takes any free one, -1 opens none")
     )
     http_port: int = field(
-        default=50152, metadata=_why("TCP port of /healthz, /metrics and /stats; 0 takes any free one, -1 opens none")
+        default=50152,
+        metadata=_why("TCP port of /healthz, /metrics, /stats, /plan and /curves; 0 takes any free one, -1 opens none"),
     )
     host_bytes: int = field(default=GIB, metadata=_why("size of the host arena, taken from shared memory at boot"))
     is_prefaulted: bool = field(
@@ -85,6 +86,12 @@ class Settings:
     )
     flush_s: float = field(default=30.0, metadata=_why("how long a stop may take to bring memory's caches to SSD"))
     kill_point: str = field(default="", metadata=_why("for crash tests: end this process at name:count"))
+    curve_records: int = field(
+        default=8192,
+        metadata=_why(
+            "caches that are watched for /curves and /plan, 700 bytes each and a part of it a tenant; 0: none"
+        ),
+    )
     lease_ttl_s: float = field(default=30.0, metadata=_why("how long a lookup's promise lasts unless renewed"))
     sessions_max: int = field(default=1024, metadata=_why("sessions open at a time; each costs a stream"))
     worker_threads: int = field(
@@ -97,6 +104,7 @@ class Settings:
         _check(self.host_bytes >= MIB, "host_bytes", self.host_bytes, "at least 1MiB")
         self._check_ssd()
         _check(0 < self.lease_ttl_s <= 600, "lease_ttl_s", self.lease_ttl_s, "above 0 and at most 600 seconds")
+        _check(0 <= self.curve_records <= 1 << 20, "curve_records", self.curve_records, "0 to 1048576")
         _check(self.sessions_max >= 1, "sessions_max", self.sessions_max, "at least 1")
         _check(1 <= self.worker_threads <= 64, "worker_threads", self.worker_threads, "1 to 64")
         levels = ("DEBUG", "INFO", "WARNING", "ERROR")

@@ -14,6 +14,7 @@ from kvservice import __version__
 from kvservice.allocation import Allocation
 from kvservice.caches import Cache, Space, VerifiedRecord
 from kvservice.catalog import Catalog, Freed, Removal
+from kvservice.curves.scopes import CurveLimits, Curves
 from kvservice.departures import Departures, Gone
 from kvservice.explaining import why_not_on_ssd
 from kvservice.families import Families, Round
@@ -38,7 +39,7 @@ from kvservice.storage.disk import Disk
 from kvservice.storage.eviction import ValueOrder
 from kvservice.storage.host_tier import HostTier
 from kvservice.storage.recovery import Opened
-from kvservice.store import Reservation, Store, Verification, WriteRequest, verify
+from kvservice.store import Reservation, Store, Verification, WriteRequest, batches_of, verify_all
 from kvservice.worker import ThreadWorker, Worker
 
 __all__ = ["Node", "NodeLimits"]
@@ -68,6 +69,7 @@ class Node:
         owns_process: bool = False,
         orders: Orders | None = None,
         killer: Killer | None = None,
+        curve_limits: CurveLimits | None = None,
     ) -> None:
         self.tier = tier
         self.boot_epoch = BootEpoch(boot_epoch)
@@ -78,7 +80,9 @@ class Node:
         freed = Freed(tier.free, self._erase, tier.staging_offset)
         self.departures = Departures(clock, self.limits.departures_max)
         orders = orders or Orders(ValueOrder(), ValueOrder(), LOAD_RATES)
-        self.catalog = Catalog(freed, orders, self.departures.note_gone)
+        self.catalog = Catalog(freed, orders, self._note_gone)
+        limits_of_curves, granularity = curve_limits or CurveLimits(), tier.allocator.granularity
+        self.curves = Curves(limits_of_curves, clock, tier.capacity_bytes, orders.kind, orders.rates, granularity)
         self.allocation = Allocation(tier, self.catalog, self.limits, self.counters)
         self.sessions = Sessions(self.catalog, self.boot_epoch, self.limits)
         self.leases = Leases(self.catalog, self.boot_epoch, self.limits, self.counters)
@@ -87,6 +91,7 @@ class Node:
         self.scrubber = Scrubber(None, None, self.catalog, tier, self.worker, None, self.counters)
         self._killer = killer or Killer()
         self.families = Families(self.catalog, self.allocation, self.worker, self.limits, self.counters, self._killer)
+        self.families.on_published = self._note_published
         self._clock = clock
         self._started_s = clock()
         self.heap = Heap() if owns_process else None
@@ -111,9 +116,19 @@ class Node:
             self._clock,
             workers,
         )
-        self.families.on_published = self.ssd.note_published
+        self.curves.simulate_ssd(opened.slab.capacity_bytes)
         self.scrubber = self.ssd.scrubber
         self.departures.why_not_on_ssd = partial(why_not_on_ssd, self.ssd)
+
+    def _note_gone(self, cache: Cache, why: Gone) -> None:
+        self.departures.note_gone(cache, why)
+        if why is Gone.DELETED:
+            self.curves.note_deleted(cache)
+
+    def _note_published(self, cache: Cache) -> None:
+        self.curves.note_stored(cache)
+        if self.ssd is not None:
+            self.ssd.note_published(cache)
 
     def _erase(self, removal: Removal) -> None:
         assert self.ssd is not None, "nothing is on a slab that is not there"
@@ -127,7 +142,8 @@ class Node:
             self.ssd.start()
             if self.heap is not None:
                 self.heap.freeze()
-        self._tasks = [asyncio.create_task(self._keep_up()), asyncio.create_task(self._fold_forever())]
+        endless = (self._keep_up(), self._fold_forever(), self.curves.run())
+        self._tasks = [asyncio.create_task(one) for one in endless]
 
     async def stop(self) -> None:
         """End every session and what runs in the background; the tier may be closed afterwards."""
@@ -294,7 +310,7 @@ class Node:
             except KVServiceError as error:
                 outcomes[index] = self._refused(error)
         try:
-            jobs = _batches(begun, self.limits.verify_job_bytes)
+            jobs = batches_of(begun, self.limits.verify_job_bytes)
             batches = await asyncio.gather(*(self._commit_batch(job) for job in jobs), return_exceptions=True)
         finally:  # gather waits for every worker, so what is left is read by nobody and finished by nobody
             self.store.drop_unfinished(job.reservation for _, job in begun)
@@ -306,7 +322,7 @@ class Node:
         return [outcome for outcome in outcomes if outcome is not None]
 
     async def _commit_batch(self, batch: list[tuple[int, Verification]]) -> list[tuple[int, Cache | KVServiceError]]:
-        checked = await self.worker.run(partial(_verify_all, [job for _, job in batch]))
+        checked = await self.worker.run(partial(verify_all, [job for _, job in batch]))
         return [
             (index, self._publish(job.reservation, record)) for (index, job), record in zip(batch, checked, strict=True)
         ]
@@ -319,8 +335,7 @@ class Node:
             cache = self.store.publish(reservation, record)
         except KVServiceError as error:
             return self._refused(error, reservation)
-        if self.ssd is not None:
-            self.ssd.note_published(cache)
+        self._note_published(cache)
         self.families.enqueue(cache)
         if self.families.queue:
             self._has_folds.set()
@@ -386,7 +401,12 @@ class Node:
         """What the node holds and has done; see stats/document.py for the schema."""
         from kvservice.stats.document import node_document
 
-        return node_document(self, __version__, self._clock() - self._started_s)
+        return node_document(self, __version__, self.uptime_s)
+
+    @property
+    def uptime_s(self) -> float:
+        """Seconds since it was made."""
+        return self._clock() - self._started_s
 
 
 def _is_meant(spaces: set[Namespace], keys: set[CacheKey], namespace: bytes, cache: Cache) -> bool:
@@ -397,21 +417,3 @@ def _is_meant(spaces: set[Namespace], keys: set[CacheKey], namespace: bytes, cac
 
 def _all_of(space: Space) -> list[Cache]:
     return [cache for family in space.families.values() for cache in family.members.values()]
-
-
-def _batches(begun: list[tuple[int, Verification]], bytes_max: int) -> list[list[tuple[int, Verification]]]:
-    """Small records share a job, since a job costs 50-100 us of the loop; large ones get threads of their own."""
-    batches: list[list[tuple[int, Verification]]] = []
-    room = 0
-    for item in begun:
-        length = item[1].reservation.extent.length
-        if not batches or length > room:
-            batches.append([])
-            room = bytes_max
-        batches[-1].append(item)
-        room -= length
-    return batches
-
-
-def _verify_all(jobs: Sequence[Verification]) -> list[VerifiedRecord | KVServiceError]:
-    return [verify(job) for job in jobs]

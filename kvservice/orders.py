@@ -3,7 +3,9 @@
 A group that nobody holds is in a tier's order exactly if a record of it lies in the tier.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from kvservice.caches import Cache, group_of
 from kvservice.storage.eviction import SECONDS_SAVED_MAX, EvictionOrder, Worth
@@ -34,7 +36,12 @@ class Orders:
     def __init__(self, host: EvictionOrder[Cache], ssd: EvictionOrder[Cache], rates: LoadRates) -> None:
         self.host = host
         self.ssd = ssd
-        self._rates = rates
+        self.rates = rates
+
+    @property
+    def kind(self) -> Callable[[], EvictionOrder[Any]]:
+        """Makes an empty order of the kind in force, for a simulation."""
+        return type(self.host)
 
     def pop_host(self) -> Cache | None:
         """The group that goes next from the host; None if all are held. Those passed over come back by ``settle``."""
@@ -51,9 +58,9 @@ class Orders:
     def settle(self, head: Cache, *, is_used: bool) -> None:
         """Nobody holds the group any more: it keeps its places or, if it was used, gets new ones by its worth now."""
         group = group_of(head)  # no loop over tiers here: a lookup pays for every find
-        self._settle(self.host, head, group.host_bytes, self._rates.host, is_used)
+        self._settle(self.host, head, group.host_bytes, self.rates.host, is_used)
         if group.ssd_bytes or head in self.ssd:
-            self._settle(self.ssd, head, group.ssd_bytes, self._rates.ssd, is_used)
+            self._settle(self.ssd, head, group.ssd_bytes, self.rates.ssd, is_used)
 
     @staticmethod
     def _settle(order: EvictionOrder[Cache], head: Cache, size: int, rate: float, is_used: bool) -> None:
@@ -71,7 +78,7 @@ class Orders:
         """Would the group that goes next from the host go before that of ``cache``, if that came now?"""
         head = cache.head
         size = group_of(head).host_bytes + cache.record_bytes
-        return self.host.yields_to(_worth(head, size, self._rates.host))
+        return self.host.yields_to(_worth(head, size, self.rates.host))
 
 
 def _pop(order: EvictionOrder[Cache]) -> Cache | None:
@@ -83,5 +90,13 @@ def _pop(order: EvictionOrder[Cache]) -> Cache | None:
 
 def _worth(head: Cache, size: int, rate: float) -> Worth:
     group = group_of(head)
-    seconds = min(group.tokens * head.family.space.token_s, SECONDS_SAVED_MAX)
-    return Worth(max(seconds - size / rate, SAVED_SHARE_MIN * seconds), size, group.uses + 1, head.position)
+    return worth_of(group.tokens * head.family.space.token_s, size, rate, group.uses, head.position)
+
+
+def worth_of(prefill_s: float, size: int, rate: float, uses: float, position: int) -> Worth:
+    """What a group of ``size`` bytes is worth in a tier that gives back ``rate`` bytes a second.
+
+    ``prefill_s``: seconds that its tokens take on average; ``uses``: lookups that it answered.
+    """
+    seconds = min(prefill_s, SECONDS_SAVED_MAX)
+    return Worth(max(seconds - size / rate, SAVED_SHARE_MIN * seconds), size, uses + 1, position)

@@ -1,18 +1,22 @@
-"""The HTTP side of a node: /healthz, /metrics (Prometheus) and /stats (JSON). Read-only; it changes nothing.
+"""The HTTP side of a node: /healthz, /metrics (Prometheus), /stats, /plan and /curves (JSON). It changes nothing.
 
 Every number comes from one stats document, so that the three views cannot disagree.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from kvservice.model.errors import InvalidInputError
 from kvservice.stats.metrics import METRICS, MetricSpec
 
 StatsDocument = Mapping[str, object]
+Answer = Callable[[Mapping[str, str]], StatsDocument]
+"""A JSON answer to a query; raises InvalidInputError."""
 
 
 class DocumentCollector:
@@ -36,8 +40,11 @@ def _family(spec: MetricSpec, samples: Iterable[tuple[tuple[str, ...], float]]) 
     return family
 
 
-def build_http(document: Callable[[], StatsDocument]) -> web.Application:
-    """The aiohttp application of a node that serves. ``document`` runs on the catalog's thread, which is aiohttp's."""
+def build_http(document: Callable[[], StatsDocument], answers: Mapping[str, Answer]) -> web.Application:
+    """The aiohttp application of a node that serves. ``document`` runs on the catalog's thread, which is aiohttp's.
+
+    ``answers``: what else is answered, by path, on that thread too.
+    """
     registry = CollectorRegistry()
     registry.register(DocumentCollector(document))
 
@@ -54,4 +61,19 @@ def build_http(document: Callable[[], StatsDocument]) -> web.Application:
     application.router.add_get("/healthz", healthz)
     application.router.add_get("/metrics", metrics)
     application.router.add_get("/stats", stats)
+    for path, answer in answers.items():
+        application.router.add_get(path, partial(_answer, answer))
     return application
+
+
+async def _answer(answer: Answer, request: web.Request) -> web.Response:
+    if len(request.query) != len(set(request.query)):
+        return _refusal(InvalidInputError("every parameter may be given once"))
+    try:
+        return web.json_response(dict(answer(request.query)))
+    except InvalidInputError as error:
+        return _refusal(error)
+
+
+def _refusal(error: InvalidInputError) -> web.Response:
+    return web.json_response({"error": error.code, "message": str(error)}, status=400)

@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+from kvservice.text import text_of_bytes
 
 
 def print_stats(document: Mapping[str, Any], console: Console | None = None) -> None:
@@ -75,12 +75,3 @@ def _health(document: Mapping[str, Any]) -> Table:
     names = ("sessions", "leases", "reservations")
     table.add_row("held", ", ".join(f"{handles[name]} {name}" for name in names))
     return table
-
-
-def text_of_bytes(count: float) -> str:
-    """Such as ``1.5 GiB``."""
-    for unit in _UNITS:
-        if count < 1024 or unit == _UNITS[-1]:
-            break
-        count /= 1024
-    return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"

@@ -1,0 +1,70 @@
+"""``kvservice plan``: flags to a question, over HTTP to a node, or answered here from a model's config.json."""
+
+import argparse
+import json
+import urllib.error
+import urllib.parse
+import urllib.request
+from typing import Any
+
+from kvservice.model.errors import InvalidInputError, UnavailableError
+from kvservice.planning.closed_forms import what_if
+from kvservice.planning.flags import HELP, NAMES
+from kvservice.planning.model_config import read_model
+from kvservice.planning.report import print_plan, print_what_if
+from kvservice.planning.request import parse_request, round_of, size_of, speed_of
+
+HTTP_TIMEOUT_S = 10.0
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Print the plan; 0, or 1 if there is no data yet. Raises InvalidInputError, UnavailableError."""
+    values = {name: getattr(parsed, f"plan_{name}") for name in NAMES}
+    query = {name: value for name, value in values.items() if value is not None}
+    if parsed.model:
+        return _closed_forms(parsed.model, query, as_json=parsed.json)
+    parse_request(query)
+    document = ask(parsed.http, query)
+    if parsed.json:
+        print(json.dumps(document, indent=2))  # noqa: T201  a command line prints
+    else:
+        print_plan(document)
+    return 0 if document["is_measured"] or document["what_if"] else 1
+
+
+def _closed_forms(path: str, query: dict[str, str], *, as_json: bool) -> int:
+    allowed = {"host", "dtype", *HELP} - {"ssd", "dwpd", "tenant", "namespace"}
+    if query.keys() - allowed:
+        raise InvalidInputError(f"with --model there is no {', '.join(sorted(query.keys() - allowed))}")
+    parse_request({name: value for name, value in query.items() if name != "host"})
+    host_bytes = size_of(query["host"], 0, "host") if "host" in query else 0
+    if "host" in query and not host_bytes:
+        raise InvalidInputError(
+            f"host = {query['host']!r}: without a node there is no present size; write one in bytes"
+        )
+    document = what_if(read_model(path, query.get("dtype", "")), round_of(query), speed_of(query), host_bytes)
+    if as_json:
+        print(json.dumps(document, indent=2))  # noqa: T201  a command line prints
+    else:
+        print_what_if(document)
+    return 0
+
+
+def ask(address: str, query: dict[str, str]) -> Any:
+    """What a node at HOST:PORT answers. Raises InvalidInputError, or UnavailableError if nobody answers."""
+    try:
+        with urllib.request.urlopen(
+            f"http://{address}/plan?{urllib.parse.urlencode(query)}", timeout=HTTP_TIMEOUT_S
+        ) as reply:
+            return json.load(reply)
+    except urllib.error.HTTPError as error:
+        raise InvalidInputError(_message(error)) from error
+    except (OSError, ValueError) as error:
+        raise UnavailableError(f"no node answers at {address}: {error}. Is `kvservice serve` running?") from error
+
+
+def _message(error: urllib.error.HTTPError) -> str:
+    try:
+        return str(json.load(error)["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"the node answered {error.code}"

@@ -1,0 +1,214 @@
+"""A plan from what was measured: a curve, the simulated points of the policy, and a node's counters. Pure.
+
+Found in memory at a size: what the curve says. Found on SSD: what the larger of both tiers finds, less that, since an
+SSD tier holds what memory holds too. Every ratio has the error of its sample; nothing says how traffic will change.
+"""
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvservice.curves.scopes import ScopeCurve
+from kvservice.curves.simulation import SimulatedPoint
+from kvservice.planning.advice import advise
+from kvservice.planning.closed_forms import what_if
+from kvservice.planning.document import (
+    BreakEvenDocument,
+    EnduranceDocument,
+    PlanDocument,
+    SizesDocument,
+    StorageDocument,
+    WindowDocument,
+)
+from kvservice.planning.request import PlanRequest, size_of
+
+REFERENCES_MIN = 1000
+SEGMENTS_MIN = 30
+WINDOW_MIN_S = 60.0
+"""Less than this is no traffic to plan by."""
+DAY_S, HOUR_S = 86400.0, 3600.0
+WORKING_SET_SHARES = (0.9, 0.99, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a node knows. ``curve``: None if nobody looked anything up. ``points``: empty unless for the whole node.
+
+    ``token_s``: prefill seconds a token; ``is_token_s_measured``: did a writer say? ``token_bytes``: dense, of the
+    namespaces in use. ``ssd_load_bytes_per_s``: 0 if nothing was loaded. ``written_bytes_per_s``: to SSD.
+    ``stored_bytes`` and ``dense_bytes``: of what is held. ``wanted`` caches were asked to be stored, ``written`` were.
+    """
+
+    host_bytes: int
+    ssd_bytes: int
+    half_life_s: float
+    curve: ScopeCurve | None
+    points: Sequence[SimulatedPoint]
+    asked: int
+    found: int
+    token_s: float
+    is_token_s_measured: bool
+    token_bytes: float
+    ssd_load_bytes_per_s: float
+    written_bytes_per_s: float
+    stored_bytes: int
+    dense_bytes: int
+    wanted: int
+    written: int
+
+
+def make_plan(measured: Measured, request: PlanRequest) -> PlanDocument:
+    """The answer. Raises InvalidInputError for sizes that are none."""
+    host_bytes = size_of(request.host, measured.host_bytes, "host")
+    ssd_bytes = size_of(request.ssd, measured.ssd_bytes, "ssd")
+    curve, missing = measured.curve, _missing(measured.curve)
+    document: PlanDocument = {
+        "is_measured": not missing,
+        "missing": missing,
+        "window": None if curve is None else _window(curve, measured),
+        "observed_hit_ratio": round(measured.found / measured.asked, 4) if measured.asked else None,
+        "now": None,
+        "planned": None,
+        "storage": None,
+        "endurance": None,
+        "break_even": _break_even(measured),
+        "what_if": what_if(request.model, request.round, request.speed, host_bytes) if request.model else None,
+        "advice": [],
+    }
+    if missing or curve is None:
+        document["advice"] = [missing]
+        return document
+    expectation = Expectation(curve, measured.points)
+    now = expectation.sizes(measured.host_bytes, measured.ssd_bytes)
+    planned = expectation.sizes(host_bytes, ssd_bytes)
+    document["now"], document["planned"] = now, planned
+    document["storage"] = _storage(measured, curve)
+    document["endurance"] = _endurance(measured, now, planned, request.rated_dwpd)
+    document["advice"] = advise(now, planned, expectation.sizes, document["endurance"], document["break_even"])
+    return document
+
+
+def _missing(curve: ScopeCurve | None) -> str:
+    """Why there is no plan yet; empty if there can be one."""
+    if curve is None or not curve.references:
+        return (
+            "no traffic yet: nobody looked anything up. Ask a what-if (layers, heads, head_size, agents, ...) meanwhile"
+        )
+    if curve.references < REFERENCES_MIN:
+        return f"not enough data yet: {curve.references} segments looked up, a plan needs {REFERENCES_MIN}"
+    if curve.segments_watched < SEGMENTS_MIN:
+        return f"not enough data yet: {curve.segments_watched} segments are watched, a plan needs {SEGMENTS_MIN}"
+    if curve.window_s < WINDOW_MIN_S:
+        return f"not enough data yet: the first lookup was {curve.window_s:.0f} s ago, a plan needs {WINDOW_MIN_S:.0f}"
+    return ""
+
+
+class Expectation:
+    """What sizes find.
+
+    Reuse distances know every size, but for the oldest-first order; simulated points know the order in force, but a few
+    sizes. What these differ by is added, interpolated between points by the logarithm of the size.
+    """
+
+    def __init__(self, curve: ScopeCurve, points: Sequence[SimulatedPoint]) -> None:
+        self._curve = curve.curve
+        self._points = [point for point in points if point.is_reliable and point.capacity_bytes > 0]
+        self._seconds_per_s = curve.references / max(curve.window_s, 1e-9) * curve.curve.seconds_each
+
+    def sizes(self, host_bytes: int, ssd_bytes: int) -> SizesDocument:
+        """Of a memory and an SSD tier of these sizes."""
+        total_bytes = max(host_bytes, ssd_bytes)
+        host, total = self.hit_ratio(host_bytes), max(self.hit_ratio(total_bytes), self.hit_ratio(host_bytes))
+        saved = max(self.seconds_ratio(total_bytes), self.seconds_ratio(host_bytes))
+        hour_s = self._seconds_per_s * HOUR_S
+        return {
+            "host_bytes": host_bytes,
+            "ssd_bytes": ssd_bytes,
+            "host_hit_ratio": round(host, 4),
+            "ssd_hit_ratio": round(total - host, 4),
+            "hit_ratio": round(total, 4),
+            "error": round(self._curve.error(total), 4),
+            "policy": "simulated" if self._points else "lru",
+            "prefill_saved_s_per_hour": saved * hour_s,
+            "prefill_lost_s_per_hour": (1 - saved) * hour_s,
+        }
+
+    def hit_ratio(self, size_bytes: float) -> float:
+        """Share of lookups that a tier of this size finds."""
+        points = [
+            (point.capacity_bytes, point.hits - self._curve.hit_ratio(point.capacity_bytes)) for point in self._points
+        ]
+        found = self._curve.hit_ratio(size_bytes) + _between(points, size_bytes)
+        return min(max(found, 0.0), self._curve.hit_ratio_max) if size_bytes > 0 else 0.0
+
+    def seconds_ratio(self, size_bytes: float) -> float:
+        """Share of prefill seconds that it saves."""
+        points = [
+            (point.capacity_bytes, point.seconds - self._curve.seconds_ratio(point.capacity_bytes))
+            for point in self._points
+        ]
+        found = self._curve.seconds_ratio(size_bytes) + _between(points, size_bytes)
+        return min(max(found, 0.0), self._curve.seconds[-1]) if size_bytes > 0 else 0.0
+
+
+def _between(points: Sequence[tuple[int, float]], size_bytes: float) -> float:
+    """Linear in the logarithm of the size; beyond the ends what the end has."""
+    if not points or size_bytes <= 0:
+        return 0.0
+    index = bisect_left([size for size, _ in points], size_bytes)
+    if index == 0 or index == len(points):
+        return points[min(index, len(points) - 1)][1]
+    (low, at_low), (high, at_high) = points[index - 1], points[index]
+    part = math.log(size_bytes / low) / math.log(high / low)
+    return at_low + part * (at_high - at_low)
+
+
+def _window(curve: ScopeCurve, measured: Measured) -> WindowDocument:
+    return {
+        "scope": curve.name,
+        "seconds": round(curve.window_s, 3),
+        "half_life_s": measured.half_life_s,
+        "references": curve.references,
+        "segments_watched": curve.segments_watched,
+        "rate": round(curve.rate, 6),
+    }
+
+
+def _storage(measured: Measured, curve: ScopeCurve) -> StorageDocument:
+    return {
+        "bytes_per_token": curve.token_bytes or None,
+        "dense_bytes_per_token": measured.token_bytes or None,
+        "mirror_gain": round(measured.dense_bytes / measured.stored_bytes, 4) if measured.stored_bytes else 1.0,
+        "dedup_gain": round(measured.wanted / measured.written, 4) if measured.written else None,
+        "working_set_bytes": {f"{share:.0%}": int(curve.curve.size_for(share)) for share in WORKING_SET_SHARES},
+    }
+
+
+def _endurance(
+    measured: Measured, now: SizesDocument, planned: SizesDocument, rated_dwpd: float
+) -> EnduranceDocument | None:
+    """Writes follow misses: what is found is not written again."""
+    if not planned["ssd_bytes"]:
+        return None
+    missed, missed_then = 1 - now["hit_ratio"], 1 - planned["hit_ratio"]
+    written = measured.written_bytes_per_s * DAY_S * (missed_then / missed if missed > 0 else 1.0)
+    dwpd = written / planned["ssd_bytes"]
+    return {
+        "ssd_bytes": planned["ssd_bytes"],
+        "written_bytes_per_day": written,
+        "dwpd": dwpd,
+        "rated_dwpd": rated_dwpd,
+        "life_share": dwpd / rated_dwpd,
+    }
+
+
+def _break_even(measured: Measured) -> BreakEvenDocument | None:
+    if not measured.token_bytes or not measured.token_s:
+        return None
+    return {
+        "bandwidth_bytes_per_s": measured.token_bytes / measured.token_s,
+        "prefill_tokens_per_s": 1 / measured.token_s,
+        "is_prefill_measured": measured.is_token_s_measured,
+        "ssd_bytes_per_s": measured.ssd_load_bytes_per_s or None,
+    }

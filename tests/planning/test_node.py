@@ -1,0 +1,136 @@
+"""Plans of a node: what its lookups and stores teach it, and whether a node of the planned size does as it said."""
+
+import pytest
+
+from kvservice.curves.scopes import namespace_scope
+from kvservice.model.errors import InvalidInputError
+from kvservice.model.identity import Identity
+from kvservice.planning.document import PlanDocument
+from kvservice.planning.measuring import curves_of, plan_of
+from kvservice.wire.v1 import cache_pb2 as wire
+from tests.curves.builders import zipf
+from tests.server.builders import Client, World, make_identity, make_meta, make_planes, make_relative
+
+IDENTITY = make_identity()
+SEGMENTS, LOOKUPS, ARENA_BYTES = 300, 2500, 1 << 20
+METAS = [make_meta(IDENTITY, number) for number in range(SEGMENTS)]
+PLANES = make_planes()
+
+
+async def serve(world: World, trace: list[int]) -> float:
+    """Look up, and store what was not found, as engines do; the hit ratio."""
+    client, hits = world.client(), 0
+    for number in trace:
+        _, lease = await client.find(METAS[number])
+        if lease:
+            hits += 1
+            await client.release(lease)
+        else:
+            await client.store(METAS[number], PLANES, prefill_s=0.01)
+        world.clock.now_s += 0.1
+        if len(world.node.curves.events) > 200:
+            world.node.curves.work()
+    return hits / len(trace)
+
+
+async def test_a_node_of_the_planned_size_finds_what_was_predicted_within_three_points() -> None:
+    trace = zipf(SEGMENTS, LOOKUPS, 0.7, seed=4)
+    small = World(arena_bytes=ARENA_BYTES)
+    observed = await serve(small, trace)
+    plan = plan_of(small.node, {"host": "2x"})
+    now, planned = plan["now"], plan["planned"]
+    assert now is not None
+    assert planned is not None
+    assert plan["observed_hit_ratio"] == pytest.approx(observed, abs=1e-4)
+    assert now["policy"] == "simulated"
+    assert now["hit_ratio"] == pytest.approx(observed, abs=0.03)
+    large = await serve(World(arena_bytes=2 * ARENA_BYTES), trace)
+    assert large > observed + 0.05, "the larger node finds more, or this proves nothing"
+    assert planned["hit_ratio"] == pytest.approx(large, abs=0.03)
+    saved = large * LOOKUPS * 0.01 / (LOOKUPS * 0.1) * 3600
+    assert planned["prefill_saved_s_per_hour"] == pytest.approx(saved, rel=0.1)
+
+
+async def test_a_node_without_traffic_says_so() -> None:
+    plan = plan_of(World().node, {})
+    assert not plan["is_measured"]
+    assert "no traffic yet" in plan["advice"][0]
+    assert set(plan) == set(PlanDocument.__annotations__)
+    assert curves_of(World().node, {})["hit_ratio"] == []
+
+
+async def test_a_lookup_notes_hits_misses_stores_folds_and_deletes() -> None:
+    world = World()
+    client = world.client()
+    await client.store(METAS[0], PLANES)
+    meta = make_meta(IDENTITY, 0, history=["a"])
+    await client.store(meta, make_relative(IDENTITY, PLANES, 0, meta.position, rows=[1]))
+    await world.node.fold_pending()
+    for _ in range(3):
+        await client.find(METAS[0])
+        await client.find(meta)
+        await client.find(METAS[1])
+    found = world.node.curves.read()
+    assert found is not None
+    assert found.references == 9
+    assert found.curve.hit_ratio_max == pytest.approx(6 / 9)
+    assert found.stored_bytes == world.node.tier.used_bytes, "a mirror counts its diff, with the rounding"
+    await client.delete(METAS[0], meta)
+    for _ in range(9):
+        await client.find(METAS[0])
+    found = world.node.curves.read()
+    assert found is not None
+    assert found.curve.hit_ratio_max == pytest.approx(6 / 18)
+
+
+async def test_lookups_of_a_namespace_that_is_not_registered_are_noted_by_nobody() -> None:
+    world = World()
+    client = world.client()
+    other = make_meta(make_identity(tenant="other"))
+    reply = await client.lookup(wire.PromptQuery(namespace=other.namespace, segments=[wire.SegmentQuery(tokens=1)]))
+    assert reply.prompts[0].segments[0].outcome != 1
+    assert world.node.curves.read() is None
+
+
+async def look_up(world: World, identity: Identity) -> Client:
+    client = world.client(identity)
+    await client.find(make_meta(identity))
+    return client
+
+
+async def test_plans_are_for_a_tenant_or_a_namespace_too_and_unknown_ones_are_named() -> None:
+    world, one, two = World(), make_identity(tenant="one"), make_identity(tenant="two")
+    with pytest.raises(InvalidInputError, match="There are: none"):
+        plan_of(world.node, {"tenant": "one"})
+    for identity in (one, two):
+        await look_up(world, identity)
+    plan = plan_of(world.node, {"tenant": "two"})
+    assert plan["window"] is not None
+    assert plan["window"]["scope"] == "tenant two"
+    curves = curves_of(world.node, {"namespace": one.namespace().hex().upper()})
+    assert curves["scope"] == namespace_scope(one.namespace())
+    assert curves["simulated"] == []
+    with pytest.raises(InvalidInputError, match="tenant two"):
+        plan_of(world.node, {"tenant": "three"})
+    with pytest.raises(InvalidInputError, match="hexadecimal"):
+        plan_of(world.node, {"namespace": "xyz"})
+
+
+async def test_curves_that_fail_stop_and_lookups_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    client = await look_up(world, IDENTITY)
+    curves = world.node.curves
+    curves.limits = curves.limits.__class__(idle_s=0.0, pause_s=0.0)
+
+    def fail(_: float) -> bool:
+        raise ArithmeticError("planted")
+
+    monkeypatch.setattr(curves, "work", fail)
+    await curves.run()
+    monkeypatch.undo()
+    assert not curves.is_on
+    await client.store(METAS[0], PLANES)
+    _, lease = await client.find(METAS[0])
+    assert lease
+    assert not curves.events
+    assert "no traffic" in plan_of(world.node, {})["missing"]

@@ -1,0 +1,167 @@
+"""Plans from measured curves: what they say, what they do not dare to say, and whether it comes true."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kvservice.curves.sample import Sample
+from kvservice.curves.scopes import ScopeCurve
+from kvservice.curves.simulation import PolicySimulation, SimulatedPoint
+from kvservice.orders import LOAD_RATES
+from kvservice.planning.planner import Expectation, Measured, make_plan
+from kvservice.planning.request import PlanRequest, parse_request
+from kvservice.storage.eviction import ValueOrder
+from tests.curves.builders import events_of, is_reference, make_sizes, make_space, play, zipf
+from tests.curves.test_simulation import whole_cache
+
+SEGMENTS, REFERENCES = 4000, 30_000
+GIB = 1 << 30
+
+
+def make_curve(records_max: int = 1 << 20, window_s: float = 600.0) -> ScopeCurve:
+    events = events_of(make_space(), zipf(SEGMENTS, REFERENCES, 0.8), make_sizes(SEGMENTS))
+    sample, distances = play(events, records_max, GIB)
+    return ScopeCurve(
+        "node",
+        distances.curve(sample),
+        window_s,
+        REFERENCES,
+        len(sample.segments),
+        sample.rate,
+        distances.bytes,
+        4096.0,
+    )
+
+
+CURVE = make_curve()
+
+
+def make_measured(**changes: Any) -> Measured:
+    measured = Measured(
+        host_bytes=GIB, ssd_bytes=0, half_life_s=21600.0, curve=CURVE, points=(), asked=1000, found=500, token_s=1e-4,
+        is_token_s_measured=True, token_bytes=57344, ssd_load_bytes_per_s=0.0, written_bytes_per_s=1e6,
+        stored_bytes=GIB, dense_bytes=3 * GIB, wanted=300, written=100,
+    )  # fmt: skip
+    return replace(measured, **changes)
+
+
+def test_more_memory_finds_what_the_curve_says_and_saves_its_seconds() -> None:
+    plan = make_plan(make_measured(), PlanRequest(host="2x"))
+    now, planned = plan["now"], plan["planned"]
+    assert now is not None
+    assert planned is not None
+    assert plan["is_measured"]
+    assert planned["host_bytes"] == 2 * GIB
+    assert now["hit_ratio"] == pytest.approx(CURVE.curve.hit_ratio(GIB), abs=1e-4)
+    assert planned["hit_ratio"] == pytest.approx(CURVE.curve.hit_ratio(2 * GIB), abs=1e-4)
+    seconds = REFERENCES / 600 * 3600 * CURVE.curve.seconds_each
+    assert planned["prefill_saved_s_per_hour"] + planned["prefill_lost_s_per_hour"] == pytest.approx(seconds)
+    assert plan["advice"][0].startswith("+1.0 GiB host memory: +")
+    assert "prefill seconds saved per second" in plan["advice"][0]
+    assert plan["window"] is not None
+    assert plan["window"]["references"] == REFERENCES
+
+
+def test_an_ssd_finds_what_memory_does_not() -> None:
+    planned = make_plan(make_measured(), PlanRequest(ssd="8GiB"))["planned"]
+    assert planned is not None
+    assert planned["host_hit_ratio"] == pytest.approx(CURVE.curve.hit_ratio(GIB), abs=1e-4)
+    assert planned["hit_ratio"] == pytest.approx(CURVE.curve.hit_ratio(8 * GIB), abs=1e-4)
+    assert planned["ssd_hit_ratio"] == pytest.approx(planned["hit_ratio"] - planned["host_hit_ratio"], abs=1e-3)
+
+
+def test_without_a_question_the_advice_names_the_last_step_that_pays() -> None:
+    advice = make_plan(make_measured(), PlanRequest())["advice"][0]
+    assert advice.endswith("more brings under 1 %")
+    advice = make_plan(make_measured(host_bytes=1 << 36), PlanRequest())["advice"][0]
+    assert advice == "twice the host memory brings under 1 %; half of it would do"
+
+
+def test_less_memory_is_said_to_lose() -> None:
+    advice = make_plan(make_measured(), PlanRequest(host="0.25x"))["advice"][0]
+    assert advice.startswith("-768.0 MiB host memory: -")
+    assert "lost per second" in advice
+
+
+def test_writes_follow_the_misses_and_wear_is_said_where_it_is_too_much() -> None:
+    plan = make_plan(make_measured(ssd_bytes=2 * GIB), PlanRequest(ssd="2x", rated_dwpd=3.0))
+    endurance, now, planned = plan["endurance"], plan["now"], plan["planned"]
+    assert endurance is not None
+    assert now is not None
+    assert planned is not None
+    written = 86400e6 * (1 - planned["hit_ratio"]) / (1 - now["hit_ratio"])
+    assert endurance["written_bytes_per_day"] == pytest.approx(written)
+    assert endurance["dwpd"] == pytest.approx(written / (4 * GIB))
+    assert endurance["life_share"] == pytest.approx(endurance["dwpd"] / 3)
+    assert any("rated for 3" in line for line in plan["advice"])
+    assert make_plan(make_measured(), PlanRequest())["endurance"] is None
+
+
+def test_break_even_says_whether_loading_pays_and_whether_the_speed_was_measured() -> None:
+    plan = make_plan(make_measured(ssd_load_bytes_per_s=1e9), PlanRequest())
+    assert plan["break_even"] is not None
+    assert plan["break_even"]["bandwidth_bytes_per_s"] == pytest.approx(57344 / 1e-4)
+    assert "quicker than prefill" in plan["advice"][-1]
+    slow = make_plan(make_measured(ssd_load_bytes_per_s=1e8, is_token_s_measured=False), PlanRequest())
+    assert "slower than prefill" in slow["advice"][-1]
+    assert "assumed" in slow["advice"][-1]
+
+
+def test_storage_is_told_in_gains_and_working_sets() -> None:
+    storage = make_plan(make_measured(), PlanRequest())["storage"]
+    assert storage is not None
+    assert (storage["mirror_gain"], storage["dedup_gain"]) == (3.0, 3.0)
+    sets = storage["working_set_bytes"]
+    assert 0 < sets["90%"] < sets["99%"] < sets["100%"]
+
+
+@pytest.mark.parametrize(
+    ("curve", "message"),
+    [
+        (None, "no traffic yet"),
+        (replace(CURVE, references=0), "no traffic yet"),
+        (replace(CURVE, references=999), "not enough data yet: 999"),
+        (replace(CURVE, segments_watched=29), "not enough data yet: 29"),
+        (replace(CURVE, window_s=5.0), "5 s ago"),
+    ],
+)
+def test_without_traffic_it_says_so_and_gives_no_number(curve: ScopeCurve | None, message: str) -> None:
+    plan = make_plan(make_measured(curve=curve), PlanRequest(host="2x"))
+    assert not plan["is_measured"]
+    assert plan["planned"] is None
+    assert message in plan["missing"]
+    assert message in plan["advice"][0]
+
+
+def test_a_what_if_needs_no_traffic() -> None:
+    query = {"layers": "28", "heads": "28", "kv_heads": "4", "head_size": "128", "host": "8GiB"}
+    plan = make_plan(make_measured(curve=None), parse_request(query))
+    assert plan["what_if"] is not None
+    assert plan["what_if"]["rounds_in_host"] == pytest.approx(8 * GIB / plan["what_if"]["stored_bytes"])
+
+
+def test_simulated_points_correct_the_curve_and_unreliable_ones_do_not() -> None:
+    points = [SimulatedPoint(GIB, 0.9, 0.9, True), SimulatedPoint(2 * GIB, 0.1, 0.1, False)]
+    expectation = Expectation(CURVE, points)
+    assert expectation.hit_ratio(GIB) == pytest.approx(min(0.9, CURVE.curve.hit_ratio_max))
+    assert expectation.sizes(GIB, 0)["policy"] == "simulated"
+    plain = Expectation(CURVE, points[1:])
+    assert plain.hit_ratio(2 * GIB) == pytest.approx(CURVE.curve.hit_ratio(2 * GIB))
+    assert plain.sizes(GIB, 0)["policy"] == "lru"
+
+
+@pytest.mark.parametrize("times", [0.7, 1.5, 3.0])
+def test_the_prediction_is_within_three_points_of_a_cache_that_really_has_the_size(times: float) -> None:
+    """Under the value order, with a sample, at sizes that are not simulated."""
+    trace, sizes = zipf(SEGMENTS, REFERENCES, 0.8), make_sizes(SEGMENTS)
+    tiers = [(int(GIB * one), LOAD_RATES.host) for one in (0.5, 1, 2, 4, 8)]
+    simulation = PolicySimulation(tiers, ValueOrder, GIB)
+    sample = Sample(1000, simulation)
+    events = events_of(make_space(), trace, sizes)
+    for event in events:
+        sample.expect(is_reference(event))
+        sample.take(event)
+    predicted = Expectation(make_curve(1500), simulation.points()).hit_ratio(GIB * times)
+    really = whole_cache(trace, sizes, int(GIB * times), ValueOrder())
+    assert predicted == pytest.approx(really, abs=0.03)
