@@ -44,6 +44,22 @@ def tiny_gemma3(cache: Path) -> Path:
     return target
 
 
+def tiny_qwen(cache: Path, kind: str) -> Path:
+    """Folder of a random `qwen2` (biases at Q, K, V), `qwen3` (norms of Q and K) or `qwen3_moe` (four experts too).
+
+    No tokenizer: give token ids.
+    """
+    target = cache / f"tiny-{kind}"
+    if not target.is_dir():
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".tiny", dir=cache, ignore_cleanup_errors=True) as scratch:
+            draft = Path(scratch) / "draft"
+            draft.mkdir()
+            _write_qwen(draft, kind)
+            draft.rename(target)
+    return target
+
+
 def smollm2(cache: Path, python: Path) -> Path:
     """Folder of SmolLM2-135M-Instruct, converted once by ``python``, an environment with the demo's requirements.
 
@@ -132,6 +148,47 @@ def _write_gemma3(target: Path) -> None:
             tensors[f"{prefix}.{name}.weight"] = normal(rows, columns)
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     (target / "config.json").write_text(json.dumps(GEMMA3_CONFIG, indent=2, sort_keys=True))
+
+
+QWEN_CONFIGS: dict[str, dict[str, object]] = {
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"]},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"]},
+    "qwen3_moe": {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2,
+                  "moe_intermediate_size": 64, "decoder_sparse_step": 1, "norm_topk_prob": True, "mlp_only_layers": []},
+}  # fmt: skip
+
+
+def _write_qwen(target: Path, kind: str) -> None:
+    generator = torch.Generator().manual_seed(4)
+    config: dict[str, object] = {**TINY_CONFIG, **QWEN_CONFIGS[kind], "model_type": kind}
+    config |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+
+    def normal(*shape: int) -> torch.Tensor:
+        return (torch.randn(*shape, generator=generator) * TINY_STD).to(torch.bfloat16)
+
+    def mlp(prefix: str, size: int) -> dict[str, torch.Tensor]:
+        gates = {f"{prefix}.{name}_proj.weight": normal(size, 128) for name in ("gate", "up")}
+        return {**gates, f"{prefix}.down_proj.weight": normal(128, size)}
+
+    tensors = {"model.embed_tokens.weight": normal(1024, 128), "model.norm.weight": _ones(128)}
+    for layer in range(4):
+        prefix = f"model.layers.{layer}"
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"{prefix}.{name}.weight"] = _ones(128)
+        for name, rows in (("q", 128), ("k", 64), ("v", 64), ("o", 128)):
+            tensors[f"{prefix}.self_attn.{name}_proj.weight"] = normal(rows, 128)
+            if kind == "qwen2" and name != "o":
+                tensors[f"{prefix}.self_attn.{name}_proj.bias"] = normal(rows)
+            if kind != "qwen2" and name in "qk":
+                tensors[f"{prefix}.self_attn.{name}_norm.weight"] = _ones(32) + normal(32)
+        if kind != "qwen3_moe":
+            tensors |= mlp(f"{prefix}.mlp", 256)
+            continue
+        tensors[f"{prefix}.mlp.gate.weight"] = normal(4, 128)
+        for expert in range(4):
+            tensors |= mlp(f"{prefix}.mlp.experts.{expert}", 64)
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    (target / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True))
 
 
 def _ones(size: int) -> torch.Tensor:
