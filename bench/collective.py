@@ -35,9 +35,10 @@ from kvservice.client.reuse.collective import Member, refresh_round
 from kvservice.client.reuse.decoder import Decoder
 from kvservice.client.reuse.engine import Planes, Rows
 from kvservice.client.reuse.paged_kv import KVShape, PagedKV
-from kvservice.client.reuse.refresh import CHECK_LAYER, Prompt, deviation, refresh
+from kvservice.client.reuse.refresh import Prompt, deviation, refresh
 from kvservice.client.reuse.rows import RowClass, Span, classify
 from kvservice.client.reuse.selectors import Selector, parse_selector
+from kvservice.client.rounds import CHECK_LAYER
 from kvservice.client.store import StoreRequest
 from kvservice.kernels.rotation import rotation_table
 from kvservice.kernels.shapes import Bits, Rotation

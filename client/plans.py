@@ -124,7 +124,7 @@ def look_up(session: Session, prompts: Sequence[RoundPrompt]) -> Plans:
         session.identity_of(prompt.namespace)
     reply, lease = session.lookup([prompt_query(prompt) for prompt in prompts])
     replies = zip(prompts, reply.prompts, strict=True)
-    return Plans(session, lease, [_prompt_plan(prompt, found, lease) for prompt, found in replies])
+    return Plans(session, lease, [prompt_plan(prompt, found, lease) for prompt, found in replies])
 
 
 def span_of(segment: PromptSegment, planned: PlannedSegment) -> RestoredSpan:
@@ -150,7 +150,8 @@ def _segment_query(prompt: RoundPrompt, index: int) -> wire.SegmentQuery:
     )
 
 
-def _prompt_plan(prompt: RoundPrompt, reply: wire.PromptReply, lease: Lease) -> PromptPlan:
+def prompt_plan(prompt: RoundPrompt, reply: wire.PromptReply, lease: Lease) -> PromptPlan:
+    """What a node answered for a prompt, under the lease that the answer came with."""
     found = zip(prompt.segments, reply.segments, strict=True)
     planned = tuple(_planned_segment(segment, one) for segment, one in found)
     return PromptPlan(prompt, Plan(planned, lease, reply.pinned_reason))

@@ -224,6 +224,10 @@ class Restore:
         """True once nothing more will be written: all is restored, or it failed."""
         return self._in_place[-1].is_set()
 
+    def is_layer_over(self, layer: int) -> bool:
+        """True once ``wait_for_layer`` would not wait: the layer is in place, or the restore has failed."""
+        return self._in_place[layer].is_set()
+
     def wait_for_layer(self, layer: int, timeout_s: float = WAIT_TIMEOUT_S) -> None:
         """Return once ``layer`` is in place, in every slot. Raises what the restore failed with.
 

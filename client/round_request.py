@@ -30,7 +30,7 @@ PROMPTS_MAX: Final = 1024
 ROWS_MAX: Final = 1 << 20
 RATIO_DECIMALS_MAX: Final = 6
 
-_FIELDS: Final = ("round", "agent", "expect", "segments", "modes")
+_FIELDS: Final = ("round", "agent", "expect", "segments", "modes", "opening")
 _SELECTORS: Final[dict[str, tuple[str, ...]]] = {
     "hkvd": ("ratio",),
     "blocks": ("ratio", "rows"),
@@ -120,8 +120,9 @@ class RoundRequest:
     """The words of one request. ``segments``: kind and number of tokens, in the prompt's order, without gaps.
 
     ``modes``: by kind; a kind that is not there is EXACT. ``round`` and ``agent``: which prompts belong together and
-    whose this is, both or neither. ``expect``: how many prompts the round has; 0: nobody knows. Immutable; threads may
-    share it. Raises RoundRequestError.
+    whose this is, both or neither. ``expect``: how many prompts the round has; 0: nobody knows. ``opening``: how many
+    of the last segment's tokens begin what the agent says: later prompts hold them and the output as one segment.
+    Immutable; threads may share it. Raises RoundRequestError.
     """
 
     segments: tuple[Segment, ...]
@@ -129,6 +130,7 @@ class RoundRequest:
     round: str = ""
     agent: str = ""
     expect: int = 0
+    opening: int = 0
 
     def __post_init__(self) -> None:
         may_reuse = Plain.OFF not in self.modes.values()
@@ -143,6 +145,9 @@ class RoundRequest:
                     f"a {kind.value} segment of {tokens} tokens; give 1 to {SEGMENT_TOKENS_MAX}, leave out empty ones"
                 )
                 raise RoundRequestError(Mistake.LENGTHS, text, may_reuse=may_reuse)
+        if not 0 <= self.opening <= self.segments[-1][1]:
+            text = f"an opening of {self.opening} tokens; give 0 to the last segment's {self.segments[-1][1]}"
+            raise RoundRequestError(Mistake.LENGTHS, text, may_reuse=may_reuse)
 
     @classmethod
     def from_params(cls, params: object, prompt_tokens: int) -> "RoundRequest | None":
@@ -168,6 +173,8 @@ class RoundRequest:
             ours |= {"round": self.round, "agent": self.agent}
         if self.expect:
             ours["expect"] = self.expect
+        if self.opening:
+            ours["opening"] = self.opening
         if self.modes:
             ours["modes"] = {kind.value: _mode_json(mode) for kind, mode in self.modes.items()}
         return {KEY: ours}
@@ -216,11 +223,14 @@ class RoundRequest:
             if not isinstance(name, str):
                 text = f"round and agent are texts, {name!r} is none; write it in quotes"
                 raise RoundRequestError(Mistake.NAME, text, may_reuse=may_reuse)
-        expect = ours.get("expect", 0)
+        expect, opening = ours.get("expect", 0), ours.get("opening", 0)
         if type(expect) is not int:
             text = f"expect is {expect!r}; give the number of prompts in the round, without quotes"
             raise RoundRequestError(Mistake.NAME, text, may_reuse=may_reuse)
-        return cls(segments, modes, str(names[0]), str(names[1]), expect)
+        if type(opening) is not int:
+            text = f"opening is {opening!r}; give a number of tokens, without quotes"
+            raise RoundRequestError(Mistake.LENGTHS, text, may_reuse=may_reuse)
+        return cls(segments, modes, str(names[0]), str(names[1]), expect, opening)
 
 
 def part_kind(given: object, mistake: Mistake = Mistake.SEGMENT, *, may_reuse: bool = False) -> PartKind:

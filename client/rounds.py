@@ -4,7 +4,7 @@ Pure: no torch, no I/O. The separator between parts is for cutting only; it neve
 """
 
 import enum
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,6 +16,8 @@ from kvservice.model.segment import EXACT, CacheKey, Context, SegmentId, root_co
 CHUNK_TOKENS = 256
 """Private parts are cut into chunks of so many tokens: a shorter chunk finds more of a grown history, a longer one
 costs fewer records."""
+CHECK_LAYER = 1
+"""At which layer fresh rows are compared with restored ones: the first whose KV depends on what stands before."""
 
 
 class PartKind(enum.Enum):
@@ -29,7 +31,8 @@ class PartKind(enum.Enum):
     TOOL = "tool"
 
 
-_SHIFTED_KINDS = frozenset({PartKind.SHARED, PartKind.SYSTEM, PartKind.TOOL})
+SHIFTED_KINDS = frozenset({PartKind.SHARED, PartKind.SYSTEM, PartKind.TOOL})
+"""Kinds of which a cache from another context may stand in."""
 
 Part = tuple[PartKind, Sequence[int]]
 
@@ -39,15 +42,29 @@ class ReusePolicy:
     """How segments computed elsewhere are refreshed. ``selector``: its name and ratio, such as ``hkvd:0.02``.
 
     ``affinity_min``: how many segments right before must agree for a cache from another context to be reused.
+    ``kinds``: of which such a cache may stand in; PRIVATE is none of them.
     """
 
     selector: str
     check_layer: int
     affinity_min: int = 0
+    kinds: frozenset[PartKind] = SHIFTED_KINDS
 
     def __post_init__(self) -> None:
         if not self.selector or self.check_layer < 0 or self.affinity_min < 0:
             raise InvalidInputError(f"{self}: give a selector, and a check layer and least affinity of 0 or more")
+        if not self.kinds <= SHIFTED_KINDS:
+            raise InvalidInputError(f"{self}: a private part is one agent's own; leave it out of the kinds")
+
+    @classmethod
+    def by_kind(cls, selectors: Mapping[PartKind, str], check_layer: int = CHECK_LAYER) -> "ReusePolicy":
+        """A selector for every kind that may move. Where they differ its text is ``shared=hkvd:0.02+tool=head:8``, in
+        order of the kinds' names. Raises InvalidInputError for none at all.
+        """
+        named = sorted((kind.value, selector) for kind, selector in selectors.items())
+        is_one = len(set(selectors.values())) == 1
+        text = named[0][1] if is_one else "+".join(f"{kind}={selector}" for kind, selector in named)
+        return cls(text, check_layer, kinds=frozenset(selectors))
 
     @property
     def provenance(self) -> str:
@@ -74,9 +91,10 @@ class PromptSegment:
 class RoundPrompt:
     """One agent's prompt, in segments. Immutable; threads may share it.
 
-    Under a ``policy`` everything from the first SHARED segment on may be refreshed KV: its exact and its refreshed key
-    are both accepted, and SHARED, SYSTEM and TOOL segments there may come from other contexts. What stands before the
-    first SHARED segment is exact always, and so is every prompt without a policy.
+    Under a ``policy`` everything from its first segment that may come from another context on may be refreshed KV: its
+    exact and its refreshed key are both accepted. That segment is the first SHARED one, or a SYSTEM or TOOL one behind
+    a private part, of the policy's kinds; at a prompt's head, instructions are equal for all and exact anyway. What
+    stands before it is exact always, and so is every prompt without a policy.
     """
 
     namespace: Namespace
@@ -167,12 +185,17 @@ class RoundPrompt:
         """Index of the first segment that may be refreshed; the number of segments if none may."""
         if self.policy is None:
             return len(self.segments)
-        shared = (index for index, segment in enumerate(self.segments) if segment.kind is PartKind.SHARED)
-        return next(shared, len(self.segments))
+        is_behind = False
+        for index, segment in enumerate(self.segments):
+            if segment.kind in self.policy.kinds and (is_behind or segment.kind is PartKind.SHARED):
+                return index
+            is_behind = is_behind or segment.kind is PartKind.PRIVATE
+        return len(self.segments)
 
     def may_shift(self, index: int) -> bool:
         """True if a cache from another context may stand in for segment ``index``."""
-        return index >= self.first_shared and self.segments[index].kind in _SHIFTED_KINDS
+        kinds = frozenset() if self.policy is None else self.policy.kinds
+        return index >= self.first_shared and self.segments[index].kind in kinds
 
     def provenance(self, index: int, *, is_refreshed: bool) -> str:
         """Provenance of segment ``index``: exact before the first shared one whatever happened behind it."""

@@ -14,10 +14,10 @@ from kvservice.client.demo.measure import Closeness, Speed, closeness, continuat
 from kvservice.client.demo.world import CONTINUE_TOKENS, World
 from kvservice.client.plans import PromptPlan
 from kvservice.client.reuse.collective import Member, refresh_round
-from kvservice.client.reuse.refresh import CHECK_LAYER, Prompt, refresh
+from kvservice.client.reuse.refresh import Prompt, refresh
 from kvservice.client.reuse.rows import RowClass, Span, classify
 from kvservice.client.reuse.selectors import parse_selector
-from kvservice.client.rounds import PartKind, ReusePolicy, RoundPrompt
+from kvservice.client.rounds import CHECK_LAYER, PartKind, ReusePolicy, RoundPrompt
 from kvservice.client.store import StoredSegment, StoreOutcome, StoreRequest, StoreResult
 from kvservice.model.plan import Match
 

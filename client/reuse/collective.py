@@ -12,7 +12,6 @@ from torch import Tensor
 
 from kvservice.client.reuse.engine import Engine, Planes
 from kvservice.client.reuse.refresh import (
-    CHECK_LAYER,
     Prompt,
     Refreshed,
     Run,
@@ -23,6 +22,7 @@ from kvservice.client.reuse.refresh import (
 )
 from kvservice.client.reuse.rows import RowClass
 from kvservice.client.reuse.selectors import Selector
+from kvservice.client.rounds import CHECK_LAYER
 from kvservice.model.errors import SlotError
 
 CALL_ROWS_MAX: Final = 2048

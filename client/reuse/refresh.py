@@ -5,7 +5,6 @@ Must never write a LOCAL or EXACT row, nor a CANDIDATE row that was not picked: 
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Final
 
 import torch
 from torch import Tensor
@@ -13,11 +12,10 @@ from torch import Tensor
 from kvservice.client.reuse.engine import Engine, Planes, Rows
 from kvservice.client.reuse.rows import PromptRows, RowClass
 from kvservice.client.reuse.selectors import Selector
+from kvservice.client.rounds import CHECK_LAYER
 from kvservice.kernels.dispatch import row_deviation
 from kvservice.kernels.shapes import PlaneShape
 from kvservice.model.errors import InvalidInputError, TokenCountError
-
-CHECK_LAYER: Final = 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)

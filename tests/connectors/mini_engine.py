@@ -87,6 +87,8 @@ class FakeRequest:
     lora_request: None = None
     mm_features: tuple[()] = ()
     resumable: bool = False
+    priority: int = 0
+    _block_hasher: None = None
 
     @property
     def all_token_ids(self) -> list[int]:

@@ -29,11 +29,12 @@ def main() -> None:
     started_s = time.monotonic()
     llm = LLM(model=leg["model"], **_engine_options(leg))
     result: dict[str, Any] = {"start_s": time.monotonic() - started_s, "runs": []}
-    for prompts in leg.get("rounds") or [leg["prompts"]]:
+    for number, prompts in enumerate(leg.get("rounds") or [leg["prompts"]]):
         if leg.get("is_stepwise"):
             _say(ROUND_MARK)
             sys.stdin.readline()
-        result["runs"].append(_run(llm, prompts, leg))
+        words = leg["round_words"][number] if "round_words" in leg else leg.get("words")
+        result["runs"].append(_run(llm, prompts, words, leg))
     result["tokens"] = [tokens for run in result["runs"] for tokens in run["tokens"]]
     result["metrics"] = _metrics(llm)
     result["idle"] = _idle(llm)
@@ -67,7 +68,7 @@ def _engine_options(leg: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
-def _run(llm: Any, prompts: list[list[int] | str], leg: Mapping[str, Any]) -> dict[str, Any]:
+def _run(llm: Any, prompts: list[list[int] | str], words: list[Any] | None, leg: Mapping[str, Any]) -> dict[str, Any]:
     from vllm import SamplingParams
 
     def params_of(words: dict[str, Any] | None) -> Any:
@@ -75,7 +76,7 @@ def _run(llm: Any, prompts: list[list[int] | str], leg: Mapping[str, Any]) -> di
         tokens = leg.get("max_tokens", 16)
         return SamplingParams(temperature=0, ignore_eos=True, detokenize=False, max_tokens=tokens, extra_args=extra)
 
-    params = [params_of(words) for words in leg.get("words") or [None] * len(prompts)]
+    params = [params_of(said) for said in words or [None] * len(prompts)]
     asked = [prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt} for prompt in prompts]
     started_s = time.monotonic()
     outputs = llm.generate(asked, params, use_tqdm=False)
@@ -192,6 +193,28 @@ def _slow_reads(leg: Mapping[str, Any]) -> None:
     setattr(ChunkReader, "planes", planes)  # noqa: B010
 
 
+def _no_splice(leg: Mapping[str, Any]) -> None:
+    """Blocks of refreshed KV keep the names of exact ones."""
+    from kvservice.client.connectors.vllm import scheduler
+
+    setattr(scheduler, "splice_block_hashes", lambda *_: None)  # noqa: B010
+
+
+def _fail_pass(leg: Mapping[str, Any]) -> None:
+    """In the middle of the first pass something raises."""
+    from kvservice.client.connectors.vllm.round_engine import VllmEngine
+
+    original, failed = VllmEngine.run_layer, list[int]()
+
+    def run_layer(self: Any, layer: int, *args: Any) -> Any:
+        if layer == 2 and len(self._paged.caches[0]) > 10 and not failed:  # not in its check at the start
+            failed.append(layer)
+            raise RuntimeError("planted by the test")
+        return original(self, layer, *args)
+
+    setattr(VllmEngine, "run_layer", run_layer)  # noqa: B010
+
+
 def _kill_service(leg: Mapping[str, Any]) -> None:
     """In the middle of the first load the service is killed."""
     import os
@@ -212,6 +235,8 @@ def _kill_service(leg: Mapping[str, Any]) -> None:
 
 SABOTAGE = {
     "kill service": _kill_service,
+    "no splice": _no_splice,
+    "pass": _fail_pass,
     "zeros": _zero_scatter,
     "corrupt": _fail_reads,
     "corrupt second chunk": _fail_second_chunk,

@@ -7,10 +7,11 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Any
 
 from tests.vllm.engine_leg import MARK, ROUND_MARK
@@ -128,9 +129,14 @@ def environment(*, is_multiprocess: bool = False) -> dict[str, str]:
 
 
 def run_leg(
-    model: Path, prompts: Prompts | list[str] | None = None, *, is_multiprocess: bool = False, **leg: Any
+    model: Path,
+    prompts: Prompts | list[str] | None = None,
+    *,
+    is_multiprocess: bool = False,
+    variables: Mapping[str, str] = MappingProxyType({}),
+    **leg: Any,
 ) -> Result:
-    """One engine in a process of its own, from start to end."""
+    """One engine in a process of its own, from start to end. ``variables``: of its environment."""
     spec = {"model": str(model), "prompts": prompts, **leg}
     done = subprocess.run(
         [sys.executable, Path(__file__).with_name("engine_leg.py"), json.dumps(spec)],
@@ -139,7 +145,7 @@ def run_leg(
         timeout=LEG_TIMEOUT_S,
         check=False,
         cwd=ROOT,
-        env=environment(is_multiprocess=is_multiprocess),
+        env={**environment(is_multiprocess=is_multiprocess), **variables},
     )
     return _result(done.stdout, done.stderr)
 

@@ -14,24 +14,26 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from kvservice.client.connectors.vllm.wishes import ReuseWish
 from kvservice.client.round_request import RoundRequest
 from kvservice.model.errors import InvalidInputError
 from kvservice.model.identity import Namespace
-from kvservice.model.segment import CacheKey, Context, root_context, segment_id
+from kvservice.model.segment import EXACT, CacheKey, Context, root_context, segment_id
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """One chunk: the prompt's tokens ``[start, end)``. Plain data that may be pickled.
 
-    ``keys``: of its cache, one for each namespace, in the chain's order; provenance exact. ``marks``: for each
-    namespace the segments before it, nearest first, as a record's ``preceding`` wants them.
+    ``keys``: of its cache, one for each namespace, in the chain's order. ``marks``: for each namespace the segments
+    before it, nearest first, as a record's ``preceding`` wants them. ``provenance``: how its KV was made.
     """
 
     start: int
     end: int
     keys: tuple[CacheKey, ...]
     marks: tuple[tuple[bytes, ...], ...]
+    provenance: str = EXACT
 
     @property
     def tokens(self) -> int:
@@ -52,8 +54,8 @@ class ChunkChain:
 
     ``namespaces``: one for each engine rank. ``extra``: whatever else decides the prompt's KV from its first token on
     (``request_extra``). ``items``: multimodal items; one changes the keys of the chunk it starts in and of all behind.
-    ``asked``: what the request says of its segments; chunks end at their boundaries. ``reuse_end``: tokens from there
-    on are in no chunk.
+    ``asked``: what the request says of its segments; chunks end at their boundaries. ``wish``: what it wishes of reuse
+    from other contexts. ``reuse_end``: tokens from there on are in no chunk.
 
     ``chunks`` holds all whole chunks so far. ``rounded`` are boundaries that were no multiple of the block size and
     were rounded down; ``late`` those that came when their place was cut already, and changed nothing.
@@ -67,6 +69,7 @@ class ChunkChain:
         extra: bytes = b"",
         items: Iterable[Item] = (),
         asked: RoundRequest | None = None,
+        wish: ReuseWish | None = None,
         reuse_end: int | None = None,
     ) -> None:
         if not namespaces or block_size < 1 or chunk_tokens < 1 or chunk_tokens % block_size:
@@ -78,6 +81,7 @@ class ChunkChain:
         self.rounded: list[int] = []
         self.late: list[int] = []
         self.asked = asked
+        self.wish = wish
         self._chunk_tokens, self._block_size = chunk_tokens, block_size
         self._namespaces = tuple(namespaces)
         self._contexts = tuple(root_context(namespace, extra) for namespace in namespaces)

@@ -7,6 +7,8 @@ no cache. Wrong options and a wrong role are raised, at start.
 import logging
 import os
 import time
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -28,11 +30,14 @@ from kvservice.client.connectors.vllm.metadata import NOTHING, StepOrders
 from kvservice.client.connectors.vllm.metrics import Counts
 from kvservice.client.connectors.vllm.options import ConnectorOptions
 from kvservice.client.connectors.vllm.paged import EnginePaged
+from kvservice.client.connectors.vllm.passes import MakeEngine, Passes, RunningEngine
+from kvservice.client.connectors.vllm.plugin import NoEngineModelError, find_runner
 from kvservice.client.connectors.vllm.request_extras import ExtrasReader
 from kvservice.client.connectors.vllm.requests import ChainMaker
 from kvservice.client.connectors.vllm.saves import Saves
 from kvservice.client.connectors.vllm.scheduler import SchedulerSide
 from kvservice.client.connectors.vllm.stats import KVServiceProm, KVServiceStats
+from kvservice.client.connectors.vllm.wishes import engine_refusal
 from kvservice.client.connectors.vllm.worker import WorkerSide
 from kvservice.client.session import Session
 from kvservice.client.shared_memory import SharedMemoryTransport
@@ -69,7 +74,12 @@ class KVServiceConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is n
         link = self._link(model, "scheduler", is_writer=False)
         lookups = Lookups(link, namespaces, self.counts)
         self._chains = ChainMaker(
-            namespaces, self._options.chunk_tokens, block_size, ExtrasReader(self._options.adapters), self.counts
+            namespaces,
+            self._options.chunk_tokens,
+            block_size,
+            ExtrasReader(self._options.adapters),
+            self.counts,
+            self._reuse_refusal(model),
         )
         if self._kv_transfer_config.kv_load_failure_policy != "recompute":
             log.warning(
@@ -85,7 +95,14 @@ class KVServiceConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is n
             block_size,
         )
         write_identities(self._options.identity_file, model.identities)
-        return SchedulerSide(self._options, block_size, self._chains, lookups, self.counts)
+        return SchedulerSide(
+            self._options, block_size, self._chains, lookups, self.counts, refuse_reuse=self._chains.refuse_reuse
+        )
+
+    def _reuse_refusal(self, model: EngineModel) -> str:
+        if not self._options.reuse:
+            return 'it is turned off ("reuse": false)'
+        return engine_refusal(self._vllm_config, model.identity)
 
     def _build_worker(self, model: EngineModel, block_size: int) -> WorkerSide:
         rank, identity = model.rank, model.identity
@@ -98,7 +115,37 @@ class KVServiceConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is n
         saves = Saves(link, identity, rank, self._options.saves_bytes_max, self.counts)
         modules = self._vllm_config.compilation_config.static_forward_context
         groups = len(self._kv_cache_config.kv_cache_groups)
-        return WorkerSide(identity, model.layer_names, modules, block_size, groups, make_loads, saves, self.counts)
+        is_reusing = not self._reuse_refusal(model)
+        return WorkerSide(
+            identity,
+            model.layer_names,
+            modules,
+            block_size,
+            groups,
+            make_loads,
+            saves,
+            self.counts,
+            make_passes=partial(self._make_passes, model, saves) if is_reusing else None,
+            slice_s=self._options.refresh_slice_s,
+        )
+
+    def _make_passes(
+        self, model: EngineModel, saves: Saves, paged: EnginePaged, loads: Loads, caches: Mapping[str, Any]
+    ) -> Passes:
+        """Called while vLLM registers its KV caches: only then is the model's runner among the callers, if need be."""
+        link = self._link(model, f"rounds {model.rank}", is_writer=True)
+        make_engine = engine_maker(self._vllm_config, paged, caches)
+        return Passes(
+            link,
+            model.identity,
+            paged,
+            loads,
+            make_engine,
+            saves.staging,
+            self.counts,
+            deadline_s=self._options.load_deadline_s,
+            is_deterministic=self._options.is_deterministic,
+        )
 
     def _link(self, model: EngineModel, name: str, *, is_writer: bool) -> Link:
         """A way to the service with a breaker of its own: slow saves must not keep loads away."""
@@ -206,10 +253,8 @@ class KVServiceConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is n
 
     @guarded(lambda: (False, None))
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """A request ended; its blocks may be freed at once, since whatever is saved was copied before."""
-        if self._scheduler is not None:
-            self._scheduler.ended(request)
-        return False, None
+        """A request ended. Its blocks may be freed at once, unless it is an agent's whose output is to be kept."""
+        return (False, None) if self._scheduler is None else self._scheduler.ended(request)
 
     @guarded(lambda: False)
     def reset_cache(self) -> bool:
@@ -268,15 +313,21 @@ class KVServiceConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is n
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """For engines that do not know ``get_transfer_results``."""
-        return None, self.get_transfer_results(finished_req_ids).finished_recving or None
+        results = self.get_transfer_results(finished_req_ids)
+        return results.finished_sending or None, results.finished_recving or None
 
     @guarded(KVConnectorTransferResults)
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Requests whose load between steps has ended."""
+        """Requests whose load between steps has ended, and those whose blocks were copied for the last time."""
         if self._worker is None:
             return KVConnectorTransferResults()
-        finished, failed = self._worker.take_finished()
-        return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
+        copied = self._worker.take_copied()  # first: what fails behind it must not keep blocks for ever
+        try:
+            finished, failed = self._worker.take_finished()
+        except Exception as error:  # noqa: BLE001  the engine must go on whatever happens here
+            self._note_error("get_transfer_results", error)
+            return KVConnectorTransferResults(finished_sending=copied)
+        return KVConnectorTransferResults(finished_sending=copied, finished_recving=finished, failed_recving=failed)
 
     @guarded(set)
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -295,3 +346,23 @@ class KVServiceConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is n
             self._scheduler.close()
         if self._worker is not None:
             self._worker.close()
+
+
+def engine_maker(vllm_config: Any, paged: EnginePaged, caches: Mapping[str, Any]) -> MakeEngine:
+    """How to get at the model's layers, once they are needed; its runner is looked for now."""
+    try:
+        runner = find_runner(caches)
+    except NoEngineModelError as error:
+        missing = error
+
+        def fail() -> RunningEngine:
+            raise missing
+
+        return fail
+
+    def make() -> RunningEngine:
+        from kvservice.client.connectors.vllm.round_engine import VllmEngine
+
+        return VllmEngine.of(runner, vllm_config, paged)
+
+    return make

@@ -7,13 +7,17 @@ import logging
 import queue
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from kvservice.client.connectors.breaker import Breaker
 from kvservice.client.connectors.vllm.chunks import Chunk
 from kvservice.client.connectors.vllm.link import Link
 from kvservice.client.connectors.vllm.metrics import Counts
+from kvservice.client.plans import PromptPlan, prompt_plan, prompt_query
+from kvservice.client.rounds import RoundPrompt
 from kvservice.client.session import NO_LEASE, Session
 from kvservice.model.cache import Tier
 from kvservice.model.errors import KVServiceError
@@ -47,18 +51,108 @@ MISS = Answer()
 FAILED = Answer(is_failed=True)
 
 
-class Ticket:
+class Asked(ABC):
     """One lookup under way, or answered and then leased until it is given up."""
 
-    __slots__ = ("_lease", "_session", "answer", "asked_s", "chunks", "is_given_up")
-
-    def __init__(self, chunks: Sequence[Chunk], asked_s: float) -> None:
-        self.chunks = tuple(chunks)
+    def __init__(self, asked_s: float) -> None:
         self.asked_s = asked_s
-        self.answer: Answer | None = None
         self.is_given_up = False
         self._session: Session | None = None
         self._lease: Lease | None = None
+
+    @property
+    @abstractmethod
+    def is_answered(self) -> bool:
+        """True once there is an answer; it never changes then."""
+
+    @property
+    @abstractmethod
+    def is_empty(self) -> bool:
+        """True if the answer promises nothing, so that there is nothing to lease."""
+
+    @abstractmethod
+    def queries(self, namespaces: Sequence[Namespace], segments_max: int) -> list[wire.PromptQuery]:
+        """What to ask the node for, in one call of at most so many segments."""
+
+    @abstractmethod
+    def take(self, reply: wire.LookupReply, lease: Lease) -> None:
+        """Make the answer of the node's reply."""
+
+    @abstractmethod
+    def fail(self) -> None:
+        """There will be no other answer: nothing is held."""
+
+
+class Ticket(Asked):
+    """Of the chunks of one request, where they stand and nowhere else, for all ranks."""
+
+    def __init__(self, chunks: Sequence[Chunk], asked_s: float) -> None:
+        super().__init__(asked_s)
+        self.chunks = tuple(chunks)
+        self.answer: Answer | None = None
+
+    @property
+    def is_answered(self) -> bool:
+        """See Asked."""
+        return self.answer is not None
+
+    @property
+    def is_empty(self) -> bool:
+        """See Asked."""
+        return self.answer is not None and not any(self.answer.is_held)
+
+    def queries(self, namespaces: Sequence[Namespace], segments_max: int) -> list[wire.PromptQuery]:
+        """Chunks beyond the limit are left out; their answer is a miss."""
+        asked = self.chunks[: segments_max // len(namespaces)]
+        return [query(namespace, rank, asked) for rank, namespace in enumerate(namespaces)]
+
+    def take(self, reply: wire.LookupReply, lease: Lease) -> None:
+        """See Asked."""
+        self.answer = _answer(reply)
+
+    def fail(self) -> None:
+        """See Asked."""
+        self.answer = FAILED
+
+
+class RoundTicket(Asked):
+    """Of all segments of several prompts, wherever they may come from. ``plans``: one a prompt, once answered.
+
+    ``users``: who still relies on the lease.
+    """
+
+    def __init__(self, prompts: Sequence[RoundPrompt], asked_s: float) -> None:
+        super().__init__(asked_s)
+        self.prompts = tuple(prompts)
+        self.plans: tuple[PromptPlan, ...] | None = None
+        self.is_failed = False
+        self.users: set[str] = set()
+
+    @property
+    def is_answered(self) -> bool:
+        """See Asked."""
+        return self.plans is not None or self.is_failed
+
+    @property
+    def is_empty(self) -> bool:
+        """See Asked."""
+        return self.is_answered and not any(plan.hits for plan in self.plans or ())
+
+    def queries(self, namespaces: Sequence[Namespace], segments_max: int) -> list[wire.PromptQuery]:
+        """Raises LimitError, from the session, if these are too many."""
+        return [prompt_query(prompt) for prompt in self.prompts]
+
+    def take(self, reply: wire.LookupReply, lease: Lease) -> None:
+        """See Asked."""
+        replies = zip(self.prompts, reply.prompts, strict=True)
+        self.plans = tuple(prompt_plan(prompt, found, lease) for prompt, found in replies)
+
+    def fail(self) -> None:
+        """See Asked."""
+        self.is_failed = True
+
+
+A = TypeVar("A", bound=Asked)
 
 
 class Lookups:
@@ -77,7 +171,7 @@ class Lookups:
         self._clock = clock
         self.epoch = BootEpoch(0)
         """Which start of the service answered last; 0 before the first answer."""
-        self._notes: queue.Queue[Ticket | None] = queue.Queue()
+        self._notes: queue.Queue[Asked | None] = queue.Queue()
         self._thread: threading.Thread | None = None
         self._asked = self._answered = 0
         self._changed = threading.Condition()
@@ -87,8 +181,16 @@ class Lookups:
         ticket = Ticket(chunks, self._clock())
         if not ticket.chunks:
             ticket.answer = MISS
-        elif self._notes.qsize() >= WAITING_MAX:
-            ticket.answer = FAILED
+            return ticket
+        return self._begin(ticket)
+
+    def ask_round(self, prompts: Sequence[RoundPrompt]) -> RoundTicket:
+        """Begin a lookup of all segments of these prompts, in one call. Answered at once if too much waits."""
+        return self._begin(RoundTicket(prompts, self._clock()))
+
+    def _begin(self, ticket: A) -> A:
+        if self._notes.qsize() >= WAITING_MAX:
+            ticket.fail()
             self._counts.add("lookups_failed")
         else:
             self._asked += 1
@@ -102,17 +204,17 @@ class Lookups:
                 before = self._answered
                 self._changed.wait_for(lambda: self._answered != before or self._asked == before, timeout_s)
 
-    def give_up(self, ticket: Ticket) -> None:
+    def give_up(self, ticket: Asked) -> None:
         """Let go of what the ticket holds, or will hold. Doing it twice is no error."""
         if not ticket.is_given_up:
             ticket.is_given_up = True
             self._put(ticket)
 
-    def is_good(self, ticket: Ticket) -> bool:
+    def is_good(self, ticket: Asked) -> bool:
         """True if what the ticket's answer promises is certain to be leased still. Asks nobody."""
         session, lease = ticket._session, ticket._lease
         if session is None or lease is None or lease.id == NO_LEASE:
-            return ticket.answer is not None and not any(ticket.answer.is_held)
+            return ticket.is_empty
         if not self._link.is_current(session):
             return False
         try:
@@ -139,7 +241,7 @@ class Lookups:
             thread.join(STOP_TIMEOUT_S)
         self._link.close()
 
-    def _put(self, ticket: Ticket) -> None:
+    def _put(self, ticket: Asked) -> None:
         self._notes.put(ticket)
         if self._thread is None:
             thread = threading.Thread(target=self._run, name="kvservice-lookups", daemon=True)
@@ -160,8 +262,8 @@ class Lookups:
             except Exception:  # a thread's top: the engine must get an answer whatever happens
                 log.exception("kvservice: a lookup failed in a way nobody expected; the request is computed")
                 self._counts.add("hook_errors")
-                if ticket.answer is None:
-                    ticket.answer = FAILED
+                if not ticket.is_answered:
+                    ticket.fail()
                     self._count_answer()
 
     def _count_answer(self) -> None:
@@ -169,14 +271,17 @@ class Lookups:
             self._answered += 1
             self._changed.notify_all()
 
-    def _serve(self, ticket: Ticket) -> None:
-        if ticket.answer is None:
-            ticket.answer = FAILED if ticket.is_given_up else self._look_up(ticket)
+    def _serve(self, ticket: Asked) -> None:
+        if not ticket.is_answered:
+            if ticket.is_given_up:
+                ticket.fail()
+            else:
+                self._look_up(ticket)
             self._count_answer()
         if ticket.is_given_up:
             self._release(ticket)
 
-    def _release(self, ticket: Ticket) -> None:
+    def _release(self, ticket: Asked) -> None:
         session, lease, ticket._session, ticket._lease = ticket._session, ticket._lease, None, None
         if session is None or lease is None or lease.id == NO_LEASE or not self._link.is_current(session):
             return
@@ -185,26 +290,24 @@ class Lookups:
         except KVServiceError:  # the node frees it when it runs out, or with the session
             return
 
-    def _look_up(self, ticket: Ticket) -> Answer:
+    def _look_up(self, ticket: Asked) -> None:
         began_s = self._clock()
         try:
-            reply = self._link.run(lambda session: self._call(session, ticket), is_quick=True)
+            reply, lease = self._link.run(lambda session: self._call(session, ticket), is_quick=True)
         except KVServiceError as error:
             self._counts.add("lookups_failed")
             log.debug("kvservice: a lookup failed: %s", error)
-            return FAILED
+            ticket.fail()
+            return
         self._counts.add("lookups")
         self._counts.add("lookup_seconds", self._clock() - began_s)
-        return _answer(reply)
+        ticket.take(reply, lease)
 
-    def _call(self, session: Session, ticket: Ticket) -> wire.LookupReply:
-        limit = session.limits.lookup_segments_max // len(self._namespaces)
-        asked = ticket.chunks[:limit]
-        prompts = [query(namespace, rank, asked) for rank, namespace in enumerate(self._namespaces)]
-        reply, ticket._lease = session.lookup(prompts)
-        ticket._session = session
+    def _call(self, session: Session, ticket: Asked) -> tuple[wire.LookupReply, Lease]:
+        reply, lease = session.lookup(ticket.queries(self._namespaces, session.limits.lookup_segments_max))
+        ticket._session, ticket._lease = session, lease
         self.epoch = session.boot_epoch
-        return reply
+        return reply, lease
 
 
 def query(namespace: Namespace, rank: int, chunks: Sequence[Chunk]) -> wire.PromptQuery:

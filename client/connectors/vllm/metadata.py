@@ -6,6 +6,7 @@ Imports no engine. vLLM pickles these objects itself.
 from dataclasses import dataclass
 
 from kvservice.client.connectors.vllm.chunks import Chunk
+from kvservice.client.rounds import RoundPrompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +29,34 @@ class LoadOrder:
 class SaveOrder:
     """Save one chunk, all of whose rows are in paged KV once the step's forward has run.
 
-    ``block_ids``: the engine's blocks of the chunk, the first holds its first token.
+    ``block_ids``: the engine's blocks of the chunk; the first holds its first token, behind ``skip`` others.
+    ``is_awaited``: others wait to hear that it is stored, or will not be. ``is_last``: the request is over, and its
+    blocks are kept until they were copied.
     """
 
     request_id: str
     chunk: Chunk
     block_ids: tuple[int, ...]
+    skip: int = 0
+    is_awaited: bool = False
+    is_last: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RefreshOrder:
+    """Restore and refresh a prompt in one pass with all others of the step, between steps.
+
+    ``load``: what was promised, with the exact chunks at its start; they end at ``exact_end``, and what lies behind is
+    up to the pass.
+    ``block_ids``: all of the request's, the first holds its first token; those before ``load.start`` may be shared.
+    ``prompt``: its segments and policy. ``round``: its name, "" if it has none.
+    """
+
+    load: LoadOrder
+    exact_end: int
+    block_ids: tuple[int, ...]
+    prompt: RoundPrompt
+    round: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +70,7 @@ class StepOrders:
     saves: tuple[SaveOrder, ...] = ()
     tokens: int = 0
     is_idle: bool = False
+    refreshes: tuple[RefreshOrder, ...] = ()
 
 
 NOTHING = StepOrders()
@@ -65,7 +89,16 @@ class WorkerNotice:
     refusal: str = ""
     loaded: tuple[str, ...] = ()
     """Requests whose load within a step has ended, well or not."""
+    settled: tuple[str, ...] = ()
+    """Requests of awaited saves that are stored or will not be; one entry a save."""
+    reuse_refusal: str = ""
+    """Why nothing is refreshed with this engine; exact reuse goes on."""
 
     def aggregate(self, other: "WorkerNotice") -> "WorkerNotice":
         """Both workers' notices as one: a refusal of any worker counts."""
-        return WorkerNotice(self.refusal or other.refusal, (*self.loaded, *other.loaded))
+        return WorkerNotice(
+            self.refusal or other.refusal,
+            (*self.loaded, *other.loaded),
+            (*self.settled, *other.settled),
+            self.reuse_refusal or other.reuse_refusal,
+        )

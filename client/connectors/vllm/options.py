@@ -49,6 +49,26 @@ class ConnectorOptions:
         default="",
         metadata=why("file that the engine's identity is written to at its start, for `kvservice explain`"),
     )
+    reuse: bool = field(
+        default=True,
+        metadata=why("reuse segments at other positions for requests that ask so; false: exact reuse for them too"),
+    )
+    is_deterministic: bool = field(
+        default=False,
+        metadata=why("refresh prompt by prompt inside every layer: the same bits whoever shares a round's pass"),
+    )
+    round_wait_s: float = field(
+        default=0.5, metadata=why("how long the first prompt of a round waits for the others, at most")
+    )
+    leader_wait_s: float = field(
+        default=10.0, metadata=why("how long a round waits for the one that computes its shared segments, at most")
+    )
+    refresh_slice_s: float = field(
+        default=0.05, metadata=why("of a step that computes tokens too, what refreshing may take before it goes on")
+    )
+    refresh_rows_max: int = field(
+        default=8192, metadata=why("rows that one step may order to be refreshed; a prompt with more is computed")
+    )
     lookup_deadline_s: float = field(
         default=0.5, metadata=why("a lookup not answered by then counts as a miss: the request is computed")
     )

@@ -9,6 +9,7 @@ from kvservice.client.connectors.vllm.chunks import ChunkChain
 from kvservice.client.connectors.vllm.metrics import Counts
 from kvservice.client.connectors.vllm.request_extras import ExtrasReader
 from kvservice.client.connectors.vllm.round_params import RoundParamsReader
+from kvservice.client.connectors.vllm.wishes import WishReader
 from kvservice.model.identity import Namespace
 from kvservice.model.segment import digest
 
@@ -25,12 +26,14 @@ class ChainMaker:
         block_size: int,
         extras: ExtrasReader,
         counts: Counts,
+        reuse_refusal: str = "",
     ) -> None:
         self._namespaces = tuple(namespaces)
         self._chunk_tokens = chunk_tokens
         self._block_size = block_size
         self._extras = extras
         self._rounds = RoundParamsReader(counts)
+        self._wishes = WishReader(self._namespaces[0], reuse_refusal, counts)
         self._reset = b""
         self._told: set[str] = set()
 
@@ -47,6 +50,9 @@ class ChainMaker:
             return None
         extra = digest(b"kvservice reset\0", self._reset, extras.extra) if self._reset else extras.extra
         words = self._rounds.of(request)
+        wish = self._wishes.of(request, words.request)
+        # From its first refreshed row on a prompt is stored by segments, under keys that say so.
+        reuse_end = words.reuse_end if wish is None or wish.is_plain else wish.first_shared_token
         return ChunkChain(
             self._namespaces,
             self._chunk_tokens,
@@ -54,12 +60,19 @@ class ChainMaker:
             extra,
             extras.items,
             asked=words.request,
-            reuse_end=words.reuse_end,
+            wish=wish,
+            reuse_end=reuse_end,
         )
 
     def reset(self) -> None:
         """From now on nothing stored before is found, and what is stored is this engine's only.
 
         Who resets an engine's caches may have changed its weights: keys made of the old ones must not be used again.
+        Segments are found in whatever context, so none of them is from now on.
         """
         self._reset = os.urandom(16)
+        self.refuse_reuse("the engine's caches were reset, so its weights may have changed")
+
+    def refuse_reuse(self, reason: str) -> None:
+        """Requests that come from now on get exact reuse only."""
+        self._wishes.refusal = self._wishes.refusal or reason

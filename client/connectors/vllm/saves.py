@@ -101,25 +101,29 @@ class Saves:
         self._namespace = identity.namespace()
         self._counts = counts
         self._clock = clock
-        self._staging = Staging(bytes_max)
+        self.staging = Staging(bytes_max)
+        """Room for all rows that wait to be stored, whoever gathers them."""
         self._rows = RowSizes.of(identity.geometry)
         self._waiting: queue.Queue[list[Draft] | None] = queue.Queue()
+        self._settled: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     @property
     def bytes_waiting(self) -> int:
         """Bytes gathered and not stored yet."""
-        return self._staging.used_bytes
+        return self.staging.used_bytes
 
     def begin(self, order: SaveOrder) -> Draft | None:
         """Room for a chunk's rows; None if there is none, or nobody to store them."""
         if self._link.breaker.state is BreakerState.OPEN:
             self._counts.add("saves_dropped")
+            self._settle(order)
             return None
         geometry, tokens = self._identity.geometry, order.chunk.tokens
-        buffer = self._staging.take(tokens * geometry.token_bytes)
+        buffer = self.staging.take(tokens * geometry.token_bytes)
         if buffer is None:
             self._counts.add("saves_no_room")
+            self._settle(order)
             return None
         step = tokens * geometry.token_layer_bytes
         counts = [tokens] * len(geometry.planes)
@@ -140,8 +144,17 @@ class Saves:
     def drop(self, drafts: Sequence[Draft]) -> None:
         """Forget chunks that must not be stored."""
         for draft in drafts:
-            self._staging.give_back(draft.buffer)
+            self.staging.give_back(draft.buffer)
             self._counts.add("saves_dropped")
+            self._settle(draft.order)
+
+    def take_settled(self) -> tuple[str, ...]:
+        """Requests of awaited chunks that are stored, or will not be, since the last call; one entry a chunk."""
+        return tuple(self._settled.get() for _ in range(self._settled.qsize()))
+
+    def _settle(self, order: SaveOrder) -> None:
+        if order.is_awaited:
+            self._settled.put(order.request_id)
 
     def close(self) -> None:
         """Store what waits, within some seconds, and end the thread."""
@@ -174,9 +187,10 @@ class Saves:
             log.exception("kvservice: %d chunks were not stored", len(drafts))
             self._counts.add("hook_errors")
         for draft in drafts:
-            self._staging.give_back(draft.buffer)
+            self.staging.give_back(draft.buffer)
+            self._settle(draft.order)
         self._counts.add("save_seconds", self._clock() - began_s)
-        self._counts.set("save_bytes_waiting", self._staging.used_bytes)
+        self._counts.set("save_bytes_waiting", self.staging.used_bytes)
 
     def _store(self, session: Session, drafts: Sequence[Draft]) -> None:
         """Reserve, write, commit. What the service has already is not written."""
@@ -235,6 +249,7 @@ class Saves:
             position=chunk.start,
             tokens=chunk.tokens,
             geometry=self._identity.geometry,
+            provenance=chunk.provenance,
             preceding=chunk.marks[self._rank],
         )
 

@@ -5,25 +5,31 @@ Imports no engine: vLLM's requests and outputs are read through the few fields u
 """
 
 import logging
+import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from kvservice.client.connectors.breaker import BreakerState
-from kvservice.client.connectors.vllm.chunks import Chunk, ChunkChain
+from kvservice.client.connectors.vllm.block_hashes import splice_block_hashes
+from kvservice.client.connectors.vllm.chunks import ChunkChain
 from kvservice.client.connectors.vllm.lookups import Lookups
 from kvservice.client.connectors.vllm.metadata import (
     IDLE,
     IDLE_WAIT_S,
     NOTHING,
     LoadOrder,
+    RefreshOrder,
     SaveOrder,
     StepOrders,
     WorkerNotice,
 )
 from kvservice.client.connectors.vllm.metrics import Counts
 from kvservice.client.connectors.vllm.options import ConnectorOptions
+from kvservice.client.connectors.vllm.rounds import Rounds
+from kvservice.client.connectors.vllm.save_orders import SaveOrders
 from kvservice.client.connectors.vllm.tracked import KnownKeys, LoadUnderWay, Request, Tracked
+from kvservice.client.round_request import KEY
 
 LEASE_IDLE_S = 10.0
 """A lookup that the scheduler has not come back to for so long is given up, and made again when it does: requests that
@@ -33,6 +39,11 @@ LOOKUPS_AHEAD_MAX = 64
 """Requests looked up before the scheduler asks for them. Those further back in the queue wait for their turn."""
 
 log = logging.getLogger("vllm.kvservice")
+
+
+def ignore(reason: str) -> None:
+    """For engines whose refusals concern nobody."""
+
 
 MakeChain = Callable[[Request], ChunkChain | None]
 """The chain of a request; None if nothing of it may be reused."""
@@ -49,6 +60,7 @@ class SchedulerSide:
         lookups: Lookups,
         counts: Counts,
         clock: Callable[[], float] = time.monotonic,
+        refuse_reuse: Callable[[str], None] = ignore,
     ) -> None:
         self._options = options
         self._block_size = block_size
@@ -57,8 +69,14 @@ class SchedulerSide:
         self._counts = counts
         self._clock = clock
         self._tracked: dict[str, Tracked] = {}
+        self._refuse_reuse = refuse_reuse
+        self._rounds = Rounds(options, lookups, counts, clock)
         self._orders: list[LoadOrder] = []
+        self._refreshes: list[RefreshOrder] = []
+        self._last_saves: list[SaveOrder] = []
+        self._rest = threading.Event()
         self._known = KnownKeys(clock)
+        self._saves = SaveOrders(block_size, options.chunk_tokens, self._known)
         self._epoch = lookups.epoch
         self._refusal = ""
         self._swept_s = clock()
@@ -67,17 +85,20 @@ class SchedulerSide:
     @property
     def leases_held(self) -> int:
         """Requests with something looked up or loading; 0 once the engine is idle."""
-        return sum(one.ticket is not None or one.load is not None for one in self._tracked.values())
+        held = sum(one.ticket is not None or one.load is not None for one in self._tracked.values())
+        return held + self._rounds.leases_held
 
     def reset(self) -> bool:
         """Forget every request's keys; False, and nothing done, while something is being loaded.
 
         Waiting requests get new keys when the scheduler comes back to them.
         """
-        if self._orders or any(one.load is not None for one in self._tracked.values()):
+        if self._orders or self._refreshes or any(one.load is not None for one in self._tracked.values()):
             return False
         for tracked in list(self._tracked.values()):
             self._drop_ticket(tracked)
+            if tracked.member is not None:
+                self._rounds.end(tracked.member)
         self._tracked.clear()
         self._known.clear()
         return True
@@ -85,13 +106,22 @@ class SchedulerSide:
     def close(self) -> None:
         """Let everything go."""
         self._tracked.clear()
+        self._rounds.close()
         self._lookups.close()
 
     # ------------------------------------------------------------------ promises
 
     def on_new_request(self, request: Request) -> None:
-        """Begin to look a request up before the scheduler comes to it, unless many are ahead of it."""
+        """Begin to look a request up before the scheduler comes to it, unless many are ahead of it.
+
+        Before the engine looks for its blocks: what may be refreshed is named apart from exact KV, for good.
+        """
         tracked = self._track(request)
+        if tracked is not None and tracked.chain.wish is not None and tracked.member is None:
+            wish = tracked.chain.wish
+            if not wish.is_plain:
+                splice_block_hashes(request, wish.first_shared_token, self._block_size, wish.mark)
+            tracked.member = self._rounds.join(request.request_id, wish)
         if tracked is not None and tracked.ticket is None and self._tickets < LOOKUPS_AHEAD_MAX:
             self._ask(tracked)
 
@@ -114,6 +144,12 @@ class SchedulerSide:
             self._ask(tracked)
         if tracked.ticket is None or tracked.ticket.answer is None:
             return self._not_yet(tracked)
+        if tracked.member is not None and not self._rounds.is_decided(tracked.member, tracked.exact_end):
+            return None, False
+        if tracked.member is not None and tracked.member.is_reusing:
+            end = self._rounds.promised_end(tracked.member, tracked.exact_end, int(request.num_tokens) - 1)
+            if end is None or end > tracked.exact_end:
+                return (None, False) if end is None else (end - local, True)
         count = tracked.held_end() - local
         if count < self._options.load_tokens_min:
             return 0, False
@@ -127,19 +163,32 @@ class SchedulerSide:
         if not tracked.is_admitted:
             tracked.is_admitted = True
             self._counts.add("tokens_asked", max(request.num_tokens - tracked.local, 0))
+        member = tracked.member
+        exact_end = tracked.exact_end
+        is_refreshed = member is not None and member.is_reusing and tracked.local + count > exact_end
+        if member is not None and member.saves is None and member.role is not None:
+            self._rounds.admit(member, tracked.local, tracked.local + count if is_refreshed else 0)
+        if member is not None and not is_refreshed:
+            self._rounds.let_go(member)
         if count <= 0:
             self._drop_ticket(tracked)
             return
-        order = self._load_order(tracked, block_ids()[0], count)
+        order = self._load_order(tracked, block_ids()[0], count, is_refreshed=is_refreshed)
         ticket, tracked.ticket = tracked.ticket, None
         if ticket is not None:
             self._tickets -= 1
             self._known.learn(ticket)
-        tracked.load = LoadUnderWay(ticket, order)
+        if member is not None and is_refreshed:
+            tracked.load = LoadUnderWay(ticket, order, member.missing_rows(exact_end, order.end))
+            self._rounds.ordered(order.end - exact_end)
+            blocks = tuple(block_ids()[0])
+            self._refreshes.append(RefreshOrder(order, exact_end, blocks, member.prompt, member.wish.asked.round))
+        else:
+            tracked.load = LoadUnderWay(ticket, order)
+            self._orders.append(order)
         in_memory, on_ssd = tracked.load.hits
         self._counts.add("tokens_hit_host", in_memory)
         self._counts.add("tokens_hit_ssd", on_ssd)
-        self._orders.append(order)
 
     def order_failure(self, request_id: str, count: int) -> None:
         """Have the workers report a load of which nothing is known as failed: else the engine waits for it for ever."""
@@ -164,69 +213,44 @@ class SchedulerSide:
             self._lookups.late()
         return 0, False
 
-    def _load_order(self, tracked: Tracked, block_ids: Sequence[int], count: int) -> LoadOrder:
+    def _load_order(
+        self, tracked: Tracked, block_ids: Sequence[int], count: int, *, is_refreshed: bool = False
+    ) -> LoadOrder:
         start, end = tracked.local, tracked.local + count
         size = self._block_size
         known = () if tracked.ticket is None else tracked.ticket.chunks
-        chunks = tuple(chunk for chunk in known if chunk.end > start and chunk.start < end)
+        exact_end = tracked.exact_end if is_refreshed else end
+        chunks = tuple(chunk for chunk in known if chunk.end > start and chunk.start < exact_end)
         blocks = tuple(block_ids[start // size : -(-end // size)])
-        return LoadOrder(tracked.request.request_id, start, end, chunks, blocks, self._options.is_async)
+        is_async = is_refreshed or self._options.is_async
+        return LoadOrder(tracked.request.request_id, start, end, chunks, blocks, is_async)
 
     # ------------------------------------------------------------------ orders
 
     def build_orders(self, output: Any) -> StepOrders:
         """What the workers have to do in the step that ``output`` (SchedulerOutput) describes."""
         loads, self._orders = tuple(self._orders), []
+        refreshes, self._refreshes = tuple(self._refreshes), []
+        last_saves, self._last_saves = tuple(self._last_saves), []
+        self._rounds.begin_step()
         self._sweep()
         if not output.num_scheduled_tokens:
-            if loads:
-                return StepOrders(loads, is_idle=True)
-            self._lookups.wait_for_answer(IDLE_WAIT_S)
+            if loads or refreshes or last_saves:
+                return StepOrders(loads, last_saves, is_idle=True, refreshes=refreshes)
+            self._wait()
             return IDLE
-        saves = tuple(self._saves(output))
-        if not loads and not saves:
+        saves = () if self._refusal else tuple(self._saves.of_step(output, self._tracked))
+        saves = (*last_saves, *saves)
+        if not loads and not saves and not refreshes:
             return NOTHING
-        return StepOrders(loads, () if self._refusal else saves, output.total_num_scheduled_tokens)
+        return StepOrders(loads, saves, output.total_num_scheduled_tokens, refreshes=refreshes)
 
-    def _saves(self, output: Any) -> Iterable[SaveOrder]:
-        scheduled = output.num_scheduled_tokens
-        for new in output.scheduled_new_reqs:
-            tracked = self._tracked.get(new.req_id)
-            if tracked is not None:
-                tracked.blocks = list(new.block_ids[0])
-                yield from self._saves_of(tracked, new.num_computed_tokens + scheduled[new.req_id])
-        cached = output.scheduled_cached_reqs
-        rows = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
-        for request_id, added, computed in rows:
-            tracked = self._tracked.get(request_id)
-            if tracked is not None:
-                if request_id in cached.resumed_req_ids:
-                    tracked.blocks = []
-                tracked.blocks.extend(added[0] if added is not None else ())
-                yield from self._saves_of(tracked, computed + scheduled[request_id])
-
-    def _saves_of(self, tracked: Tracked, computed: int) -> Iterable[SaveOrder]:
-        """Chunks that are whole once the step has run. Drafted tokens may be rejected, so only known ones count."""
-        chain, request = tracked.chain, tracked.request
-        whole = min(computed, request.num_tokens)
-        if tracked.taken < request.num_prompt_tokens or whole - chain.end >= self._options.chunk_tokens:
-            tracked.extend()
-        while tracked.saved < len(chain.chunks) and chain.chunks[tracked.saved].end <= whole:
-            chunk = chain.chunks[tracked.saved]
-            tracked.saved += 1
-            yield from self._save_order(tracked, chunk)
-        if not tracked.is_tail_done and whole >= request.num_prompt_tokens:
-            tracked.is_tail_done = True
-            tail = tracked.tail()
-            if tail is not None:
-                yield from self._save_order(tracked, tail)
-
-    def _save_order(self, tracked: Tracked, chunk: Chunk) -> Iterable[SaveOrder]:
-        size = self._block_size
-        blocks = tuple(tracked.blocks[chunk.start // size : -(-chunk.end // size)])
-        if chunk not in self._known and len(blocks) * size >= chunk.tokens:
-            self._known.add(chunk)
-            yield SaveOrder(tracked.request.request_id, chunk, blocks)
+    def _wait(self) -> None:
+        """Nothing is to be computed: let other threads have their turn."""
+        if self._rounds.is_waiting:
+            self._rest.wait(IDLE_WAIT_S)
+        else:
+            self._lookups.wait_for_answer(IDLE_WAIT_S)
 
     # ------------------------------------------------------------------ what came of it
 
@@ -242,22 +266,34 @@ class SchedulerSide:
         for request_id in output.finished_recving or ():
             self._finish_load(request_id)
 
-    def ended(self, request: Request) -> None:
-        """The engine is done with a request. A load between steps goes on, and its lease with it."""
+    def ended(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+        """The engine is done with a request. A load between steps goes on, and its lease with it.
+
+        Returns whether its blocks are still to be read, and what its answer says of its part in a round.
+        """
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
-            return
+            return False, None
         self._drop_ticket(tracked)
         tracked.is_ended = True
+        words = None if tracked.member is None else {KEY: tracked.member.words()}
+        output = None if self._refusal or tracked.load is not None else self._saves.of_output(tracked)
+        if output is not None:
+            self._last_saves.append(output)
         if tracked.load is None or not tracked.load.order.is_async:
             self._forget(tracked)
+        return output is not None, words
 
     def _take_notice(self, notice: WorkerNotice) -> None:
         if notice.refusal and not self._refusal:
             self._refusal = notice.refusal
             log.warning("kvservice: no reuse with this engine: %s", notice.refusal)
+        if notice.reuse_refusal:
+            self._refuse_reuse(notice.reuse_refusal)
         for request_id in notice.loaded:
             self._finish_load(request_id)
+        for request_id in notice.settled:
+            self._rounds.settled(request_id)
 
     def _take_failure(self, tracked: Tracked, bad: set[int], failed: Collection[str]) -> None:
         load = tracked.load
@@ -267,6 +303,8 @@ class SchedulerSide:
         if not lost:
             return
         tracked.is_refused = True
+        if tracked.member is not None:
+            self._rounds.refuse(tracked.member)
         self._counts.add("tokens_recomputed", lost)
         first = load.order.end - lost
         for chunk in load.order.chunks:
@@ -302,6 +340,8 @@ class SchedulerSide:
             return
         tracked.life = tracked.request.num_preemptions
         self._drop_ticket(tracked)
+        if tracked.member is not None:
+            self._rounds.restart(tracked.member)
         tracked.is_late, tracked.is_admitted = False, False
         tracked.blocks = []
 
@@ -323,9 +363,13 @@ class SchedulerSide:
         load, tracked.load = tracked.load, None
         if load is not None and load.ticket is not None:
             self._lookups.give_up(load.ticket)
+        if load is not None and tracked.member is not None:
+            self._rounds.let_go(tracked.member)
 
     def _forget(self, tracked: Tracked) -> None:
         self._give_up_load(tracked)
+        if tracked.member is not None:
+            self._rounds.end(tracked.member)
         self._tracked.pop(tracked.request.request_id, None)
 
     def _sweep(self) -> None:
@@ -337,3 +381,4 @@ class SchedulerSide:
         for tracked in self._tracked.values():
             if tracked.ticket is not None and now_s - tracked.seen_s > LEASE_IDLE_S:
                 self._drop_ticket(tracked)
+        self._rounds.sweep(LEASE_IDLE_S)

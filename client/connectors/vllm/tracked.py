@@ -7,6 +7,7 @@ from typing import Any
 
 from kvservice.client.connectors.vllm.chunks import Chunk, ChunkChain
 from kvservice.client.connectors.vllm.lookups import Ticket
+from kvservice.client.connectors.vllm.members import Member
 from kvservice.client.connectors.vllm.metadata import LoadOrder
 from kvservice.client.round_request import RoundRequest
 from kvservice.model.segment import CacheKey
@@ -20,10 +21,14 @@ Request = Any
 
 @dataclass(frozen=True, slots=True)
 class LoadUnderWay:
-    """A load that the workers are at, and the lease that keeps it possible."""
+    """A load that the workers are at, and the lease that keeps it possible.
+
+    ``computed``: tokens of it that a pass computes, since nothing was found for them.
+    """
 
     ticket: Ticket | None
     order: LoadOrder
+    computed: int = 0
 
     @property
     def tokens(self) -> int:
@@ -33,12 +38,13 @@ class LoadUnderWay:
     @property
     def hits(self) -> tuple[int, int]:
         """Tokens that were promised from memory, and from SSD."""
+        found = self.tokens - self.computed
         if self.ticket is None or self.ticket.answer is None:
-            return self.tokens, 0
+            return found, 0
         answered = zip(self.ticket.chunks, self.ticket.answer.on_ssd, strict=False)
         parts = [chunk for chunk, on_ssd in answered if on_ssd]
         on_ssd = sum(max(min(one.end, self.order.end) - max(one.start, self.order.start), 0) for one in parts)
-        return self.tokens - on_ssd, on_ssd
+        return found - on_ssd, on_ssd
 
     def lost_tokens(self, bad_blocks: set[int], block_size: int) -> int:
         """How many of its last tokens are behind the first of these blocks; 0 if it has none of them."""
@@ -53,7 +59,8 @@ class Tracked:
     ``local``: tokens that the engine has by itself, as of its last question. ``life``: how often it was preempted; a
     resumed request is looked up anew. ``is_refused``: a load failed, so nothing is promised again. ``is_late``: no
     answer came in time, so nothing is promised in this life. ``saved``: chunks that need no saving any more.
-    ``blocks``: the engine's, from the first token on.
+    ``blocks``: the engine's, from the first token on. ``member``: its part in a round, if it may reuse from other
+    contexts.
     """
 
     request: Request
@@ -73,6 +80,7 @@ class Tracked:
     blocks: list[int] = field(default_factory=list)
     saved: int = 0
     is_tail_done: bool = False
+    member: Member | None = None
 
     @property
     def asked(self) -> RoundRequest | None:
@@ -98,6 +106,12 @@ class Tracked:
         chunks = [chunk for chunk in self.chain.chunks if chunk.start < self.request.num_tokens - 1]
         tail = self.tail()
         return chunks if tail is None else [*chunks, tail]
+
+    @property
+    def exact_end(self) -> int:
+        """Up to where its tokens need not be computed even if nothing is reused from other contexts."""
+        is_known = self.ticket is not None and self.ticket.answer is not None
+        return max(self.local, self.held_end() if is_known else 0)
 
     def held_end(self) -> int:
         """Where what the lookup found ends: behind a whole block, and at least one token before the request's end."""

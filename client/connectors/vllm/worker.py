@@ -14,10 +14,13 @@ from kvservice.client.connectors.vllm.loads import Load, Loads
 from kvservice.client.connectors.vllm.metadata import IDLE_WAIT_S, NOTHING, LoadOrder, StepOrders, WorkerNotice
 from kvservice.client.connectors.vllm.metrics import Counts
 from kvservice.client.connectors.vllm.paged import EnginePaged, Place
+from kvservice.client.connectors.vllm.passes import IDLE_SLICE_S, Passes
 from kvservice.client.connectors.vllm.saves import Draft, Saves
 from kvservice.model.identity import Identity
 
 MakeLoads = Callable[[EnginePaged], Loads]
+MakePasses = Callable[[EnginePaged, Loads, Mapping[str, Any]], Passes]
+"""For the engine's paged KV and its registered caches by layer name."""
 
 log = logging.getLogger("vllm.kvservice")
 
@@ -40,6 +43,8 @@ class WorkerSide:
         saves: Saves,
         counts: Counts,
         clock: Callable[[], float] = time.monotonic,
+        make_passes: MakePasses | None = None,
+        slice_s: float = 0.05,
     ) -> None:
         self._identity = identity
         self._layer_names = tuple(layer_names)
@@ -50,10 +55,14 @@ class WorkerSide:
         self._saves = saves
         self._counts = counts
         self._clock = clock
+        self._make_passes = make_passes
+        self._slice_s = slice_s
         self._loads: Loads | None = None
+        self._passes: Passes | None = None
         self._paged: EnginePaged | None = None
         self._refusal = ""
         self._is_told = False
+        self._reuse_told = ""
         self._orders = NOTHING
         self._began_s = 0.0
         self._step_loads: list[Load] = []
@@ -62,6 +71,7 @@ class WorkerSide:
         self._gathered: set[int] = set()
         self._finished: set[str] = set()
         self._failed: set[str] = set()
+        self._copied: set[str] = set()
         self._bad_blocks: set[int] = set()
         self._loaded: list[str] = []
 
@@ -85,6 +95,8 @@ class WorkerSide:
             self._identity.geometry,
         )
         self._loads = self._make_loads(self._paged)
+        if self._make_passes is not None:
+            self._passes = self._make_passes(self._paged, self._loads, ours)
 
     # ------------------------------------------------------------------ a step
 
@@ -95,6 +107,7 @@ class WorkerSide:
         self._drafts, self._places, self._gathered = [], [], set()
         self._step_loads = []
         self._orders = orders
+        self._copied.update(order.request_id for order in orders.saves if order.is_last)
         self._began_s = self._clock()
 
     def start_loads(self) -> None:
@@ -105,10 +118,29 @@ class WorkerSide:
                 self._fail(order.request_id, order.block_ids, is_async=order.is_async)
             elif not order.is_async:
                 self._step_loads.append(load)
+        self._refresh()
+
+    def _refresh(self) -> None:
+        """Begin the step's pass, and give those under way a slice: a long one if nothing else is to be computed."""
+        orders, passes = self._orders.refreshes, self._passes
+        if passes is None:
+            for order in orders:
+                self._fail(order.load.request_id, order.load.block_ids, is_async=True)
+            return
+        if orders:
+            passes.begin(orders)
+        if not passes.is_idle:
+            is_idle = self._orders.is_idle
+            passes.advance(IDLE_SLICE_S if is_idle else self._slice_s, IDLE_WAIT_S if is_idle else 0.0)
+
+    @property
+    def _is_refreshing(self) -> bool:
+        """True while the engine's layers run for a pass: its hooks are about that pass's rows then."""
+        return self._passes is not None and self._passes.is_running
 
     def wait_for_layer(self, layer_name: str) -> None:
         """Return once the step's own loads have this layer in place, or have failed."""
-        if not self._step_loads or self._paged is None:
+        if not self._step_loads or self._paged is None or self._is_refreshing:
             return
         layer = self._paged.indices.get(layer_name)
         if layer is None:
@@ -119,7 +151,7 @@ class WorkerSide:
 
     def save_layer(self, layer_name: str) -> None:
         """Gather the layer's rows of the chunks that are finished in this step."""
-        if not self._orders.saves or self._paged is None:
+        if not self._orders.saves or self._paged is None or self._is_refreshing:
             return
         layer = self._paged.indices.get(layer_name)
         if layer is not None:
@@ -156,6 +188,11 @@ class WorkerSide:
         failed, self._failed = self._failed, set()
         return finished, failed
 
+    def take_copied(self) -> set[str]:
+        """Requests that are over and whose blocks this step was the last to read, whatever came of it."""
+        copied, self._copied = self._copied, set()
+        return copied
+
     def take_bad_blocks(self) -> set[int]:
         """Blocks that loads which ended left unfilled, since the last call."""
         bad, self._bad_blocks = self._bad_blocks, set()
@@ -166,11 +203,18 @@ class WorkerSide:
         loaded, self._loaded = self._loaded, []
         refusal = "" if self._is_told else self._refusal
         self._is_told = self._is_told or bool(self._refusal)
-        return WorkerNotice(refusal, tuple(loaded)) if refusal or loaded else None
+        settled = self._saves.take_settled()
+        reuse = "" if self._passes is None or self._reuse_told else self._passes.refusal
+        self._reuse_told = self._reuse_told or reuse
+        if not (refusal or loaded or settled or reuse):
+            return None
+        return WorkerNotice(refusal, tuple(loaded), settled, reuse)
 
     def close(self) -> None:
         """Store what waits, end threads and sessions."""
         self._saves.close()
+        if self._passes is not None:
+            self._passes.close()
         if self._loads is not None:
             self._loads.close()
 
@@ -183,7 +227,8 @@ class WorkerSide:
             return None
 
     def _collect(self) -> None:
-        if self._orders.is_idle and self._loads is not None:
+        is_waiting = self._orders.is_idle and (self._passes is None or self._passes.is_idle)
+        if is_waiting and self._loads is not None:
             self._loads.wait_for_end(IDLE_WAIT_S)
         ended, self._step_loads = self._step_loads, []
         for load in ended:
@@ -197,6 +242,13 @@ class WorkerSide:
                 self._finished.add(order.request_id)
             else:
                 self._loaded.append(order.request_id)
+
+        for one in () if self._passes is None else self._passes.take():
+            request_id = one.order.load.request_id
+            if one.is_failed:
+                self._fail(request_id, one.order.load.block_ids, is_async=True)
+            else:
+                self._finished.add(request_id)
 
     def _fail(self, request_id: str, blocks: Sequence[int] | set[int], *, is_async: bool) -> None:
         """vLLM knows failures by block, and where block ids are ambiguous by request."""
@@ -231,7 +283,7 @@ class WorkerSide:
             draft = self._saves.begin(order)
             if draft is not None:
                 self._drafts.append(draft)
-                self._places.append(paged.place(order.block_ids, 0, order.chunk.tokens))
+                self._places.append(paged.place(order.block_ids, order.skip, order.chunk.tokens))
 
     def _refuse(self, why: str) -> None:
         self._refusal = why
