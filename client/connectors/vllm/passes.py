@@ -149,6 +149,10 @@ class Passes:
         self._news = threading.Event()
         self._told: queue.SimpleQueue[str] = queue.SimpleQueue()
 
+    def warm_up(self) -> None:
+        """Have a thread prepare what the first pass needs; returns at once."""
+        self._threads().submit(self._warm_up)
+
     @property
     def is_idle(self) -> bool:
         """True if no pass is under way."""
@@ -167,9 +171,7 @@ class Passes:
         loads = tuple(self._load_exact(order) for order in orders)
         one = _Pass(tuple(orders), loads, self._clock() + self._deadline_s)
         self._under_way.append(one)
-        if self._workers is None:
-            self._workers = ThreadPoolExecutor(THREADS, thread_name_prefix="kvservice-pass")
-        self._workers.submit(self._bring, one, self._paged.fence())
+        self._threads().submit(self._bring, one, self._paged.fence())
 
     def advance(self, budget_s: float, wait_s: float = 0.0) -> None:
         """Go on for so long, at least by a layer, as far as bytes are in place; wait for them so long, once."""
@@ -289,12 +291,11 @@ class Passes:
     def _finish(self, one: _Pass) -> None:
         self._counts.add("passes")
         self._ended.extend(Ended(order, is_failed=False) for order in one.orders)
-        assert self._workers is not None
         assert one.work is not None
         if one.snapshot is None:
             one.work.plans.close()
         else:
-            self._workers.submit(self._store, one, one.work, one.snapshot)
+            self._threads().submit(self._store, one, one.work, one.snapshot)
 
     def _fail(self, one: _Pass, error: BaseException) -> None:
         self._counts.add("passes_failed")
@@ -315,7 +316,21 @@ class Passes:
         if one.work is not None:
             one.work.plans.close()
 
+    def _threads(self) -> ThreadPoolExecutor:
+        if self._workers is None:
+            self._workers = ThreadPoolExecutor(THREADS, thread_name_prefix="kvservice-pass")
+        return self._workers
+
     # ------------------------------------------------------------------ other threads
+
+    def _warm_up(self) -> None:
+        from kvservice.client.connectors.vllm.warm_up import warm_up
+
+        try:
+            warm_up(self._paged, self._identity)
+        except Exception:  # a thread's top: the first pass will say what is wrong, and to whom it matters
+            log.exception("kvservice: the dry run of a pass failed")
+            self._counts.add("hook_errors")
 
     def _bring(self, one: _Pass, fence: Callable[[], None]) -> None:
         """Find, lease and restore what a pass needs. Never raises."""

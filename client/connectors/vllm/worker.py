@@ -97,6 +97,7 @@ class WorkerSide:
         self._loads = self._make_loads(self._paged)
         if self._make_passes is not None:
             self._passes = self._make_passes(self._paged, self._loads, ours)
+            self._passes.warm_up()
 
     # ------------------------------------------------------------------ a step
 
