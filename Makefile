@@ -3,12 +3,15 @@ PYTHON ?= python3
 VENV ?= .venv
 VLLM_VENV ?= $(HOME)/.cache/kvservice/vllm-0.32.0
 MODEL_CACHE ?= $(HOME)/.cache/kvservice/models
+PAGE_PACKAGES ?= $(HOME)/.cache/kvservice/playwright-1.65.2
+CHROMIUM ?= chromium
+PROMTOOL ?= promtool
 KILLS ?= 40
 SEED ?=
 RUN := PYTHONSAFEPATH=1 $(VENV)/bin/
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo serve test crash simulation vllm-env test-vllm check proto bench bench-vllm lock clean
+.PHONY: setup demo serve test crash simulation vllm-env test-vllm page-env test-page check-alerts check proto bench bench-vllm bench-quality lock clean
 
 setup: $(STAMP)
 
@@ -36,6 +39,18 @@ test-vllm: setup vllm-env
 	PYTHONSAFEPATH=1 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VLLM_VENV)/bin/python -m pytest tests/vllm \
 		--model-cache=$(MODEL_CACHE) --model-python=$(VENV)/bin/python
 
+# Playwright in a folder of its own, outside the checkout: 180 MB. The browser is the system's: apt-get install chromium.
+page-env: setup
+	test -e $(PAGE_PACKAGES)/playwright || $(VENV)/bin/pip install --quiet --target $(PAGE_PACKAGES) playwright==1.65.2
+
+# The page in a real browser; its screenshots are in build/page afterwards.
+test-page: setup page-env
+	PYTHONPATH=$(PAGE_PACKAGES) $(RUN)pytest tests/page/browser --chromium=$(CHROMIUM)
+
+# Prometheus's own check of alerts and their tests: apt-get install prometheus brings promtool.
+check-alerts:
+	cd deploy/prometheus && $(PROMTOOL) check config prometheus.yml && $(PROMTOOL) test rules alerts_test.yml
+
 # The nightly run is `make crash KILLS=500`; a failure prints the seed for SEED=.
 crash: setup
 	$(RUN)pytest tests/server/test_ssd_bit_flips.py -m crash --quiet
@@ -56,12 +71,18 @@ proto: setup
 	rm -f kvservice/wire/v1/record_pb2_grpc.py kvservice/wire/v1/ssd_pb2_grpc.py
 
 bench: setup
-	for question in restore transport catalog ssd ssd_restore recovery eviction collective; do $(RUN)python bench/$$question.py || exit 1; done
+	for question in restore transport catalog ssd ssd_restore recovery eviction collective curves; do $(RUN)python bench/$$question.py || exit 1; done
 
 # Times to the first token on the real vLLM, against no cache and against LMCache: about ten minutes, on a quiet machine.
 bench-vllm: setup vllm-env
 	model=$$($(RUN)python -c "import sys, pathlib, kvservice.client.demo.model as m; print(m.smollm2(pathlib.Path(sys.argv[1])))" $(MODEL_CACHE)) \
 		&& PYTHONSAFEPATH=1 $(VLLM_VENV)/bin/python bench/vllm_ttft.py --model $$model
+
+# What reuse costs in quality and saves in bytes: half an hour to an hour of one core, a page at the end.
+bench-quality: setup
+	PYTHONPATH=. $(RUN)python -m bench.quality measure --cache $(MODEL_CACHE)
+	PYTHONPATH=. $(RUN)python -m bench.quality collect
+	PYTHONPATH=. $(RUN)python -m bench.quality page
 
 # From an environment that was set up or upgraded by hand.
 lock:

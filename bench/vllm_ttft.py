@@ -109,7 +109,7 @@ def environment(threads: int) -> dict[str, str]:
     return {
         "PATH": "/usr/bin:/bin", "HOME": tempfile.gettempdir(), "PYTHONSAFEPATH": "1", "PYTHONHASHSEED": "0",
         "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(threads), "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_NO_USAGE_STATS": "1", "LMCACHE_TRACK_USAGE": "false",
+        "VLLM_NO_USAGE_STATS": "1", "LMCACHE_TRACK_USAGE": "false", "PYTHONPATH": str(ROOT),
     }  # fmt: skip
 
 

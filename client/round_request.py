@@ -34,11 +34,13 @@ _FIELDS: Final = ("round", "agent", "expect", "segments", "modes", "opening")
 _SELECTORS: Final[dict[str, tuple[str, ...]]] = {
     "hkvd": ("ratio",),
     "blocks": ("ratio", "rows"),
+    "mixed": ("ratio", "rows"),
     "head": ("rows",),
     "none": (),
 }
 _SELECTOR_FORMS: Final = (
     '{"selector": "hkvd", "ratio": 0.05}, {"selector": "blocks", "ratio": 0.05, "rows": 32}, '
+    '{"selector": "mixed", "ratio": 0.01, "rows": 4}, '
     '{"selector": "head", "rows": 8} or {"selector": "none"}'
 )
 
@@ -81,7 +83,8 @@ class Plain(enum.Enum):
 class Reuse:
     """Reused at other positions and in other contexts too; ``selector`` says which rows are computed again.
 
-    ``ratio``: share of the rows, for hkvd and blocks. ``rows``: of a block, or of a head. Raises RoundRequestError.
+    ``ratio``: share of the rows, for hkvd, blocks and mixed. ``rows``: of a block, or of a head.
+    Raises RoundRequestError.
     """
 
     selector: str
@@ -101,7 +104,7 @@ class Reuse:
                 Mistake.SELECTOR, f"selector {self.selector!r} takes {words}; give {_SELECTOR_FORMS}"
             )
         _check_ratio(self.ratio)
-        _check_rows(self.rows, least=int(self.selector == "blocks"))
+        _check_rows(self.rows, least=int(self.selector in ("blocks", "mixed")))
 
     @property
     def text(self) -> str:

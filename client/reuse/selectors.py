@@ -146,6 +146,44 @@ class Blocks:
         return _positions(candidates)[chosen.repeat_interleave(lengths.long())]
 
 
+@dataclass(frozen=True, slots=True)
+class Mixed:
+    """The first `rows` rows of every candidate segment, and of all others those with the largest deviation: `ratio` of
+    all candidate rows.
+
+    The deviation does not see what the heads are good for: behind long histories four rows a segment and 1 % of the
+    rest come closer to a full prefill than 5 % by deviation alone (`bench/quality/README.md`).
+    """
+
+    ratio: Decimal
+    rows: int
+    is_reuse_off = False
+
+    def __post_init__(self) -> None:
+        _check_ratio("mixed", self.ratio)
+        _check_rows("mixed", self.rows, least=1)
+
+    def __str__(self) -> str:
+        return f"mixed:{_ratio_text(self.ratio)}:{self.rows}"
+
+    @property
+    def needs_deviation(self) -> bool:
+        """False at ratio 0, which picks the heads alone."""
+        return self.ratio > 0
+
+    def pick(self, candidates: Sequence[Span], deviation: Tensor | None) -> Tensor:
+        """The heads, and `share_of(ratio, rows)` other rows as far as there are; the lower position goes first."""
+        positions, heads = _positions(candidates), Head(self.rows).pick(candidates, None)
+        rest = ~torch.isin(positions, heads)
+        if self.ratio == 0 or not bool(rest.any()):
+            return heads
+        if deviation is None or deviation.shape != positions.shape:
+            raise InvalidInputError(f"this selector needs one deviation for each of {positions.numel()}; probe first")
+        order = torch.sort(deviation[rest], descending=True, stable=True).indices
+        best = positions[rest][order[: share_of(self.ratio, positions.numel())]]
+        return torch.cat((heads, best)).sort().values
+
+
 def none() -> Selector:
     """Compute nothing again."""
     return Nothing()
@@ -171,6 +209,11 @@ def blocks(ratio: float, size: int) -> Selector:
     return Blocks(_decimal(ratio), size)
 
 
+def mixed(ratio: float, rows: int) -> Selector:
+    """Compute the first `rows` rows of every candidate segment again, and `ratio` of all by deviation."""
+    return Mixed(_decimal(ratio), rows)
+
+
 def share_of(ratio: Decimal, count: int) -> int:
     """floor(ratio * count), but one when that is nought and ratio is not. In decimals: 0.29 of 100 is 29, not 28."""
     return min(count, max(int(ratio * count), int(ratio > 0)))
@@ -184,6 +227,7 @@ _FORMS: Final[tuple[tuple[str, Callable[..., Selector]], ...]] = (
     (rf"head:{_COUNT}", lambda rows: Head(int(rows))),
     (rf"hkvd:{_RATIO}", lambda ratio: Hkvd(Decimal(ratio))),
     (rf"blocks:{_RATIO}:{_COUNT}", lambda ratio, size: Blocks(Decimal(ratio), int(size))),
+    (rf"mixed:{_RATIO}:{_COUNT}", lambda ratio, rows: Mixed(Decimal(ratio), int(rows))),
 )
 
 
@@ -192,7 +236,8 @@ def parse_selector(text: str) -> Selector:
     for form, build in _FORMS:
         if found := re.fullmatch(form, text, re.ASCII):
             return build(*found.groups())
-    raise InvalidInputError(f"unknown selector {text!r}; use none, exact, head:ROWS, hkvd:RATIO or blocks:RATIO:SIZE")
+    known = "none, exact, head:ROWS, hkvd:RATIO, blocks:RATIO:SIZE or mixed:RATIO:ROWS"
+    raise InvalidInputError(f"unknown selector {text!r}; use {known}")
 
 
 def _decimal(ratio: float) -> Decimal:

@@ -199,7 +199,7 @@ def test_an_adapter_is_a_name_and_a_digest() -> None:
 def test_keys_are_those_that_the_connector_makes() -> None:
     question = Question(IDENTITY, TOKENS, 8, 4, "salt", ("sql", "1f"))
     namespace = IDENTITY.namespace()
-    segments = question.as_query()(namespace).segments
+    segments = question.queries()[0](namespace).segments
     assert [(one.position, one.tokens) for one in segments] == [(0, 8), (8, 8), (16, 4)]
     root = root_context(namespace, request_extra("salt", "sql", "1f"))
     assert segments[0].accepted_contexts == [root.cache_key(segments[0].segment).context]  # type: ignore[arg-type]

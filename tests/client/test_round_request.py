@@ -29,6 +29,7 @@ modes = st.one_of(
     st.sampled_from(Plain),
     st.builds(lambda ratio: Reuse("hkvd", ratio), ratios),
     st.builds(lambda ratio, rows: Reuse("blocks", ratio, rows), ratios, st.integers(1, 1 << 20)),
+    st.builds(lambda ratio, rows: Reuse("mixed", ratio, rows), ratios, st.integers(1, 1 << 20)),
     st.builds(lambda rows: Reuse("head", rows=rows), st.integers(0, 1 << 20)),
     st.just(Reuse("none")),
 )

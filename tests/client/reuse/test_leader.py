@@ -22,7 +22,7 @@ from kvservice.model.lease import BootEpoch, Lease, LeaseId, SessionId
 from kvservice.model.plan import Match, MissReason, Outcome, Plan, PlannedSegment
 from kvservice.model.segment import SegmentId
 
-THRESHOLDS = Thresholds()
+THRESHOLDS = Thresholds(raise_min=0.5)
 
 
 def segment(name: str, affinity: int | None = None, tokens: int = 100, *, is_own: bool = False) -> SharedSegment:
@@ -56,6 +56,11 @@ UNKNOWN = run_of(None, None, None, None)
 def test_fit_tells_the_measured_worlds_apart(affinities: tuple[int | None, ...], expected: float, role: Role) -> None:
     assert fit(run_of(*affinities)) == pytest.approx(expected)
     assert judge(run_of(*affinities), THRESHOLDS) is role
+
+
+def test_by_default_what_does_not_fit_is_computed_rather_than_refreshed_more() -> None:
+    assert judge(run_of(0, 1, 2, 3, 0, 1, 2), Thresholds()) is Role.COMPUTE
+    assert judge(run_of(0, 1, 2, 3, 4), Thresholds()) is Role.REUSE
 
 
 def test_fit_counts_tokens_and_a_cache_of_this_very_context_always_fits() -> None:
@@ -136,7 +141,17 @@ def test_run_of_a_looked_up_prompt_is_its_shared_segments() -> None:
     plan = PromptPlan(prompt, Plan((found[0], miss, found[1], found[2], own), lease))
     ids = [one.id for one in prompt.segments]
     assert shared_run(plan) == (
-        SharedSegment(ids[1], 1),
-        SharedSegment(ids[3], 2, 3),
-        SharedSegment(ids[4], 1, 4, is_own=True),
+        SharedSegment(ids[1], 1, before=0),
+        SharedSegment(ids[3], 2, 3, before=2),
+        SharedSegment(ids[4], 1, 4, is_own=True, before=3),
     )
+
+
+def test_behind_an_agents_own_words_nothing_can_agree_so_any_cache_fits() -> None:
+    shared, own = PartKind.SHARED, PartKind.PRIVATE
+    parts = [(own, [1]), (shared, [2]), (shared, [3]), (own, [4]), (shared, [5]), (shared, [6])]
+    prompt = RoundPrompt.from_parts(Namespace(b"n" * 32), parts, policy=ReusePolicy("hkvd:0.02", 1))
+    found = [PlannedSegment(Outcome.HIT, Match.SHIFTED, affinity=count) for count in (0, 0, 1, 0, 0, 1)]
+    run = shared_run(PromptPlan(prompt, Plan(tuple(found), Lease(LeaseId(1), SessionId(b"s"), BootEpoch(1), 0.0))))
+    assert [one.before for one in run] == [0, 1, 0, 1]
+    assert fit(run) == 1.0

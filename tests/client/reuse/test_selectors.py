@@ -15,6 +15,7 @@ from kvservice.client.reuse.selectors import (
     exact,
     head,
     hkvd,
+    mixed,
     none,
     parse_selector,
     share_of,
@@ -29,6 +30,7 @@ selectors = st.one_of(
     st.integers(0, 300).map(head),
     ratios.map(lambda ratio: hkvd(float(ratio))),
     st.tuples(ratios, st.integers(1, 64)).map(lambda pair: blocks(float(pair[0]), pair[1])),
+    st.tuples(ratios, st.integers(1, 64)).map(lambda pair: mixed(float(pair[0]), pair[1])),
 )
 
 
@@ -126,6 +128,24 @@ def test_hkvd_without_enough_deviations_says_so() -> None:
             blocks(0.5, 2).pick([candidate(0, 4)], deviation)
 
 
+@given(ratios, candidates(), st.integers(0, 99), st.integers(1, 5))
+def test_mixed_picks_heads_and_behind_them_what_deviates_most(
+    ratio: Decimal, spans: list[Span], seed: int, rows: int
+) -> None:
+    deviation = deviations_of(spans, seed)
+    picked = mixed(float(ratio), rows).pick(spans, deviation).tolist()
+    heads = head(rows).pick(spans, None).tolist()
+    rest = [pair for pair in zip((-deviation).tolist(), positions_of(spans), strict=True) if pair[1] not in heads]
+    others = sorted(rest)[: share_of(ratio, len(deviation))]
+    assert picked == sorted([*heads, *(position for _, position in others)])
+
+
+def test_mixed_breaks_ties_by_lower_position_and_needs_its_deviations() -> None:
+    assert mixed(0.25, 1).pick([candidate(3, 4)], torch.ones(4)).tolist() == [3, 4]
+    with pytest.raises(InvalidInputError, match="one deviation for each of 4"):
+        mixed(0.25, 1).pick([candidate(3, 4)], torch.ones(3))
+
+
 def test_head_picks_the_first_rows_of_every_segment() -> None:
     assert head(2).pick([candidate(0, 1), candidate(1, 3), candidate(8, 4)], None).tolist() == [0, 1, 2, 8, 9]
 
@@ -145,6 +165,7 @@ def test_text_parses_back_to_the_selector(selector: Selector) -> None:
         ("hkvd:0.0", "hkvd:0"),
         ("hkvd:0.000001", "hkvd:0.000001"),
         ("blocks:0.10:08", "blocks:0.1:8"),
+        ("mixed:0.010:04", "mixed:0.01:4"),
         ("head:016", "head:16"),
         ("none", "none"),
         ("exact", "exact"),
@@ -158,7 +179,15 @@ def test_each_meaning_has_one_text(text: str, canonical: str) -> None:
     "text",
     [
         *("", "hkvd", "hkvd:", "hkvd:2", "hkvd:-0.1", "hkvd:nan", "hkvd:1e-2", "hkvd:0.02 ", "HKVD:0.02"),
-        *("hkvd:0.1234567", "hkvd:0.1\n", "hkvd:\u0660.\u0665", "blocks:0.1", "blocks:0.1:0"),
+        *(
+            "hkvd:0.1234567",
+            "hkvd:0.1\n",
+            "hkvd:\u0660.\u0665",
+            "blocks:0.1",
+            "blocks:0.1:0",
+            "mixed:0.1",
+            "mixed:0.1:0",
+        ),
         *("none:1", "head", "head:-1", "head:1.5"),
     ],
 )
