@@ -99,7 +99,7 @@ def explain(session: Session, prompts: Sequence[RoundPrompt]) -> tuple[Explanati
     Raises InvalidIdentityError for a prompt of a namespace that is not registered, LimitError for too many segments,
     UnavailableError when the session is lost.
     """
-    return explain_queries(session, [(prompt.namespace, _as_query(prompt)) for prompt in prompts])
+    return explain_queries(session, [(prompt.namespace, round_query(prompt)) for prompt in prompts])
 
 
 def explain_queries(session: Session, prompts: Sequence[tuple[Namespace, AsQuery]]) -> tuple[Explanation, ...]:
@@ -141,7 +141,9 @@ def _assemble(
     )
 
 
-def _as_query(prompt: RoundPrompt) -> AsQuery:
+def round_query(prompt: RoundPrompt) -> AsQuery:
+    """Its segments, wherever its policy lets them come from."""
+
     def in_namespace(namespace: Namespace) -> wire.PromptQuery:
         if namespace == prompt.namespace:
             return prompt_query(prompt)

@@ -9,11 +9,15 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 from kvservice.client.connectors.vllm.chunks import ChunkChain
+from kvservice.client.connectors.vllm.metrics import Counts
 from kvservice.client.connectors.vllm.request_extras import request_extra
-from kvservice.client.explain import AsQuery, Explanation, explain_queries
+from kvservice.client.connectors.vllm.wishes import ReuseWish, WishReader
+from kvservice.client.explain import AsQuery, Explanation, explain_queries, round_query
 from kvservice.client.explain_text import difference_lines, explanation_lines, namespace_text, segment_text
+from kvservice.client.round_request import RoundRequest
 from kvservice.client.session import Session
 from kvservice.client.shared_memory import SharedMemoryTransport
 from kvservice.model.differences import differences
@@ -25,6 +29,7 @@ from kvservice.wire.v1 import cache_pb2 as wire
 
 FILE_BYTES_MAX = 64 << 20
 SAME = "same namespace"
+REUSED = "\n\nits segments, which may come from other contexts:\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +37,8 @@ class Question:
     """A prompt, as an engine's connector would ask for it.
 
     ``chunk_tokens``: tokens of a segment, a multiple of ``block_size``; what follows the last whole block has none.
-    ``salt``: the request's cache salt. ``adapter``: its LoRA adapter's name and digest; empty: none.
+    ``salt``: the request's cache salt. ``adapter``: its LoRA adapter's name and digest; empty: none. ``words``: what
+    the request says of its round; chunks end at its segments' boundaries.
     """
 
     identity: Identity
@@ -41,13 +47,33 @@ class Question:
     block_size: int = 1
     salt: str = ""
     adapter: tuple[str, ...] = ()
+    words: RoundRequest | None = None
 
-    def as_query(self) -> AsQuery:
-        """Raises InvalidInputError for chunks that are not whole blocks, and for token ids outside 32 bits."""
+    def queries(self) -> list[AsQuery]:
+        """The prompt's chunks; and, if it may be reused from other contexts, its segments, as the connector asks too.
+
+        Raises InvalidInputError for chunks that are not whole blocks, and for token ids outside 32 bits.
+        """
+        wish = self._wish()
+        if wish is None or wish.is_plain:
+            return [self._exact_query(None if self.words is None else self.words.off_from)]
+        exact = [self._exact_query(wish.first_shared_token)] if wish.first_shared_token >= self.block_size else []
+        return [*exact, round_query(wish.prompt)]
+
+    def _wish(self) -> ReuseWish | None:
+        """Who has a salt or an adapter gets none, which is logged as in the engine."""
+        request = SimpleNamespace(
+            prompt_token_ids=list(self.tokens), cache_salt=self.salt or None, lora_request=self.adapter or None
+        )
+        return WishReader(self.identity.namespace(), self.identity.pinned_reason, Counts()).of(request, self.words)
+
+    def _exact_query(self, reuse_end: int | None) -> AsQuery:
         extra = request_extra(self.salt, *self.adapter)
 
         def in_namespace(namespace: Namespace) -> wire.PromptQuery:
-            chain = ChunkChain([namespace], self.chunk_tokens, self.block_size, extra)
+            chain = ChunkChain(
+                [namespace], self.chunk_tokens, self.block_size, extra, asked=self.words, reuse_end=reuse_end
+            )
             chunks = chain.extend(self.tokens)
             tail = chain.tail(len(self.tokens) - len(self.tokens) % self.block_size)
             segments = [
@@ -85,6 +111,21 @@ def read_tokens(file: str) -> list[int]:
     return [int(word) for word in words]
 
 
+def read_words(file: str, tokens: int) -> RoundRequest | None:
+    """What a request says of its round, from a file with its body, or with its ``kv_transfer_params`` alone.
+
+    None if it says nothing. Raises RoundRequestError for words that a prompt of so many tokens cannot have.
+    """
+    try:
+        given = json.loads(_read(file))
+    except ValueError as error:
+        raise InvalidInputError(f"{file} is no JSON: {error}") from error
+    params = given.get("kv_transfer_params", given) if isinstance(given, dict) else None
+    if not isinstance(params, dict):
+        raise InvalidInputError(f"{file}: give a request's JSON object, or its kv_transfer_params")
+    return RoundRequest.from_params(params, tokens)
+
+
 def read_adapter(text: str) -> tuple[str, ...]:
     """``NAME=DIGEST``, or nothing."""
     name, _, digest = text.rpartition("=")
@@ -109,12 +150,15 @@ def compare(left: str, right: str, *, as_json: bool) -> tuple[int, str]:
 
 def ask(address: str, question: Question, *, as_json: bool) -> tuple[int, str]:
     """Exit status and text for a prompt and the node at ``address``: 0 if all of it is found, 1 if not."""
-    as_query, identity = question.as_query(), question.identity
+    queries, identity = question.queries(), question.identity
     transport = SharedMemoryTransport(address)
     with Session(transport, [identity], is_writer=False, client_name="kvservice explain") as session:
-        (explanation,) = explain_queries(session, [(identity.namespace(), as_query)])
-    text = json.dumps(explanation_document(explanation), indent=2) if as_json else None
-    return int(not explanation.is_found), text or "\n".join(explanation_lines(explanation))
+        found = explain_queries(session, [(identity.namespace(), query) for query in queries])
+    status = int(not all(one.is_found for one in found))
+    if as_json:
+        document = explanation_document(found[0])
+        return status, json.dumps(document | {"reused": [explanation_document(one) for one in found[1:]]}, indent=2)
+    return status, REUSED.join("\n".join(explanation_lines(one)) for one in found)
 
 
 def explanation_document(explanation: Explanation) -> dict[str, object]:

@@ -20,6 +20,13 @@ CHECK_LAYER = 1
 """At which layer fresh rows are compared with restored ones: the first whose KV depends on what stands before."""
 
 
+def check_layer_of(layers: int) -> int:
+    """The check layer for a model of so many layers: an eighth of them down, where deviations tell more than at the
+    first layer, for a tenth of a full prefill (`bench/quality/README.md`).
+    """
+    return max(CHECK_LAYER, round(layers / 8))
+
+
 class PartKind(enum.Enum):
     """What a part of a prompt is to the other agents of the round."""
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvservice.client.reuse.rows import Span
-from kvservice.client.reuse.selectors import Blocks, Exact, Head, Hkvd, Selector, parse_selector
+from kvservice.client.reuse.selectors import Blocks, Exact, Head, Hkvd, Mixed, Selector, parse_selector
 from kvservice.client.rounds import SHIFTED_KINDS, PartKind, ReusePolicy, RoundPrompt
 from kvservice.model.errors import InvalidInputError
 
@@ -51,6 +51,8 @@ def _raised(selector: Selector) -> Selector | None:
             return Hkvd(_raised_ratio(ratio))
         case Blocks(ratio, size) if ratio:
             return Blocks(_raised_ratio(ratio), size)
+        case Mixed(ratio, rows) if ratio:
+            return Mixed(_raised_ratio(ratio), rows)
         case Head(rows) if rows:
             return Head(rows * RAISED_TIMES)
         case Exact():

@@ -39,6 +39,7 @@ from kvservice.client.connectors.vllm.scheduler import SchedulerSide
 from kvservice.client.connectors.vllm.stats import KVServiceProm, KVServiceStats
 from kvservice.client.connectors.vllm.wishes import engine_refusal
 from kvservice.client.connectors.vllm.worker import WorkerSide
+from kvservice.client.rounds import check_layer_of
 from kvservice.client.session import Session
 from kvservice.client.shared_memory import SharedMemoryTransport
 
@@ -80,6 +81,7 @@ class KVServiceConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is n
             ExtrasReader(self._options.adapters),
             self.counts,
             self._reuse_refusal(model),
+            check_layer_of(model.identity.geometry.layers),
         )
         if self._kv_transfer_config.kv_load_failure_policy != "recompute":
             log.warning(

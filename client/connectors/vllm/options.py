@@ -57,6 +57,10 @@ class ConnectorOptions:
         default=False,
         metadata=why("refresh prompt by prompt inside every layer: the same bits whoever shares a round's pass"),
     )
+    raise_fit_min: float = field(
+        default=0.95,
+        metadata=why("share of fitting tokens from which a prompt is reused at a higher ratio; 0.95: it is computed"),
+    )
     round_wait_s: float = field(
         default=0.5, metadata=why("how long the first prompt of a round waits for the others, at most")
     )

@@ -259,7 +259,11 @@ class Passes:
             self._engine = self._find_engine()
         assert one.work is not None
         one.members = one.work.members(one.exact_ends())
-        return refresh_round_by_layer(self._engine, one.members, is_deterministic=self._is_deterministic)
+        policy = one.orders[0].prompt.policy  # check layers are the engine's: equal in all of them
+        assert policy is not None
+        return refresh_round_by_layer(
+            self._engine, one.members, policy.check_layer, is_deterministic=self._is_deterministic
+        )
 
     def _find_engine(self) -> RunningEngine:
         try:

@@ -10,6 +10,7 @@ from kvservice.client.connectors.vllm.metrics import Counts
 from kvservice.client.connectors.vllm.request_extras import ExtrasReader
 from kvservice.client.connectors.vllm.round_params import RoundParamsReader
 from kvservice.client.connectors.vllm.wishes import WishReader
+from kvservice.client.rounds import CHECK_LAYER
 from kvservice.model.identity import Namespace
 from kvservice.model.segment import digest
 
@@ -27,13 +28,14 @@ class ChainMaker:
         extras: ExtrasReader,
         counts: Counts,
         reuse_refusal: str = "",
+        check_layer: int = CHECK_LAYER,
     ) -> None:
         self._namespaces = tuple(namespaces)
         self._chunk_tokens = chunk_tokens
         self._block_size = block_size
         self._extras = extras
         self._rounds = RoundParamsReader(counts)
-        self._wishes = WishReader(self._namespaces[0], reuse_refusal, counts)
+        self._wishes = WishReader(self._namespaces[0], reuse_refusal, counts, check_layer)
         self._reset = b""
         self._told: set[str] = set()
 

@@ -18,7 +18,16 @@ from kvservice.client.connectors.vllm.options import ConnectorOptions
 from kvservice.client.connectors.vllm.wishes import ReuseWish
 from kvservice.client.reuse.gate import IDLE_S, RoundGate, Waiting
 from kvservice.client.reuse.kinds import raised
-from kvservice.client.reuse.leader import Role, RoundMember, SharedSegment, Thresholds, choose_roles, judge, shared_run
+from kvservice.client.reuse.leader import (
+    REUSE_FIT_MIN,
+    Role,
+    RoundMember,
+    SharedSegment,
+    Thresholds,
+    choose_roles,
+    judge,
+    shared_run,
+)
 from kvservice.model.errors import InvalidInputError, LimitError
 from kvservice.model.segment import SegmentId
 
@@ -39,7 +48,7 @@ class Rounds:
         self._counts = counts
         self._clock = clock
         self._gate = RoundGate(clock)
-        self._thresholds = Thresholds()
+        self._thresholds = Thresholds(raise_min=min(options.raise_fit_min, REUSE_FIT_MIN))
         self._members: dict[str, Member] = {}
         self._at_gate: dict[tuple[str, str], Member] = {}
         self._rows_ordered = 0
@@ -133,9 +142,10 @@ class Rounds:
     def admit(self, member: Member, local: int, promised_end: int) -> None:
         """It has blocks: count its role, and note what is to be saved of it."""
         assert member.role is not None
-        name = "members_leading" if member.role is Role.LEAD else "members_computing"
-        if not member.wish.is_plain:
-            self._counts.add("members_reusing" if promised_end else name)
+        if promised_end:
+            self._counts.add("members_reusing")
+        elif member.role not in REUSING and not member.wish.is_plain:
+            self._counts.add("members_leading" if member.role is Role.LEAD else "members_computing")
         member.plan_saves(local, promised_end)
         assert member.saves is not None
         if member.role is Role.COMPUTE:  # one cache of a segment is of use to others, a second one hardly

@@ -64,11 +64,13 @@ def engine_refusal(config: Any, identity: Identity) -> str:
 class WishReader:
     """Reads the wishes of one engine's requests. Used by one thread. A refusal is logged once a reason.
 
-    ``refusal``: why the engine itself cannot refresh KV; it may be set later, and holds from then on.
+    ``refusal``: why the engine itself cannot refresh KV; it may be set later, and holds from then on. ``check_layer``:
+    of every policy.
     """
 
-    def __init__(self, namespace: Namespace, refusal: str, counts: Counts) -> None:
+    def __init__(self, namespace: Namespace, refusal: str, counts: Counts, check_layer: int = CHECK_LAYER) -> None:
         self.refusal = refusal
+        self._check_layer = check_layer
         self._namespace = namespace
         self._counts = counts
         self._told: set[str] = set()
@@ -92,7 +94,7 @@ class WishReader:
         return ReuseWish(prompt, asked, int(getattr(request, "priority", 0) or 0))
 
     def _prompt(self, request: Any, lengths: list[Segment], selectors: dict[PartKind, str]) -> RoundPrompt:
-        policy = ReusePolicy.by_kind(selectors)
+        policy = ReusePolicy.by_kind(selectors, self._check_layer)
         tokens = request.prompt_token_ids[: sum(length for _, length in lengths)]
         return RoundPrompt.from_lengths(self._namespace, tokens, lengths, policy=policy)
 
