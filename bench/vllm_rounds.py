@@ -243,8 +243,8 @@ def report(found: Mapping[str, Sequence[Mapping[str, Any]]], agents: int) -> dic
         }  # fmt: skip
         print(
             f"{name:<11} {statistics.median(one['seconds'] for one in rounds):7.3f} s a round   full prefill takes "
-            "{1:.2f} ({0:.2f}-{2:.2f}) times as long".format(*quartiles(ratios)) +
-            f"   agreement {statistics.mean(agreed):.4f}, least {min(agreed):.3f}"
+            "{1:.2f} ({0:.2f}-{2:.2f}) times as long".format(*quartiles(ratios))
+            + f"   agreement {statistics.mean(agreed):.4f}, least {min(agreed):.3f}"
         )
     saved = {
         key: sum(one["counts"].get(key, 0) for run in found["collective"] for one in run["rounds"])

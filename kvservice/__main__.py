@@ -1,5 +1,5 @@
-"""The ``kvservice`` command: serve, demo, doctor, explain, plan, stats. Names both
-sides, imports each only when asked to.
+"""The ``kvservice`` command: serve, demo, doctor, explain, plan, stats, top. Names
+both sides, imports each only when asked to.
 """
 
 import argparse
@@ -44,6 +44,16 @@ def _parser() -> argparse.ArgumentParser:
     stats.add_argument("--http", default=f"127.0.0.1:{Settings().http_port}", metavar="HOST:PORT")
     stats.add_argument("--json", action="store_true", help="the whole document, for programs")
     stats.set_defaults(run=_stats)
+    top = commands.add_parser("top", help="watch a running node in a terminal")
+    top.add_argument("--http", default=f"127.0.0.1:{Settings().http_port}", metavar="HOST:PORT")
+    top.add_argument("--interval", default="2", metavar="SECONDS", help="between two frames (2)")
+    top.add_argument("--once", action="store_true", help="one frame of plain text, and no more")
+    top.set_defaults(run=_top)
+    log = commands.add_parser("log", help="the request log of a running node, see setting log_segments")
+    export = log.add_subparsers(required=True, metavar="COMMAND").add_parser("export", help="write it to a file")
+    export.add_argument("file", type=Path, metavar="FILE", help="ends in .parquet or .arrow; what is there is replaced")
+    export.add_argument("--http", default=f"127.0.0.1:{Settings().http_port}", metavar="HOST:PORT")
+    export.set_defaults(run=_export_log)
     plan = commands.add_parser(
         "plan", help="what would more memory or SSD bring; or what a round takes, before traffic"
     )
@@ -85,6 +95,9 @@ def _add_explain(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     explain.add_argument(
         "--block-size", type=int, default=1, metavar="N", help="of the engine: segments are whole blocks"
     )
+    explain.add_argument(
+        "--request", metavar="FILE", help="the request's JSON, or its kv_transfer_params: what it says of its round"
+    )
     explain.add_argument("--salt", default="", metavar="TEXT", help="the request's cache_salt")
     explain.add_argument("--adapter", default="", metavar="NAME=DIGEST", help="the request's LoRA adapter")
     explain.add_argument("--json", action="store_true", help="the whole answer, for programs")
@@ -120,6 +133,23 @@ def _stats(parsed: argparse.Namespace) -> int:
         print(json.dumps(document, indent=2))
     else:
         print_stats(document)
+    return 0
+
+
+def _top(parsed: argparse.Namespace) -> int:
+    from kvservice.top import run
+
+    try:
+        return run(parsed)
+    except InvalidInputError as error:
+        print(f"kvservice top: {error}", file=sys.stderr)
+        return 2
+
+
+def _export_log(parsed: argparse.Namespace) -> int:
+    from kvservice.stats.log_command import export
+
+    print(export(parsed.http, parsed.file))
     return 0
 
 
@@ -172,13 +202,15 @@ def _question(parsed: argparse.Namespace) -> "Question":
 
     if parsed.files or not (parsed.identity and parsed.tokens):
         raise InvalidInputError("give two files of identities; or --identity FILE and --tokens FILE")
+    tokens = command.read_tokens(parsed.tokens)
     return command.Question(
         command.read_identity(parsed.identity),
-        command.read_tokens(parsed.tokens),
+        tokens,
         parsed.chunk_tokens,
         parsed.block_size,
         parsed.salt,
         command.read_adapter(parsed.adapter),
+        command.read_words(parsed.request, len(tokens)) if parsed.request else None,
     )
 
 

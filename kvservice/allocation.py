@@ -7,7 +7,7 @@ from kvservice.catalog import Catalog
 from kvservice.limits import NodeLimits
 from kvservice.model.cache import Extent
 from kvservice.model.errors import CapacityError, InvalidInputError, RecordTooLargeError
-from kvservice.stats.counters import Counters
+from kvservice.stats.counters import Counters, Room
 from kvservice.storage.buffer import round_up
 from kvservice.storage.host_tier import HostTier
 
@@ -28,10 +28,10 @@ class Allocation:
         self._limits = limits
         self._counters = counters
 
-    def take(self, length: int) -> Extent:
+    def take(self, length: int, room: Room = Room.WRITE) -> Extent:
         """An unpublished extent. Evicts idle groups, oldest first, until it fits; raises CapacityError otherwise.
 
-        Evicts nothing if what may not go leaves no gap that is long enough, whatever else goes.
+        ``room``: what for. Evicts nothing if what may not go leaves no gap that is long enough, whatever else goes.
         """
         if length < 1:
             raise InvalidInputError(f"a record has 1 byte or more, not {length}")
@@ -41,7 +41,7 @@ class Allocation:
         extent = self.tier.reserve(length)
         if extent is None:
             self._require_gap(length)
-            extent = self._evict_until_it_fits(length)
+            extent = self._evict_until_it_fits(length, room)
         self.unpublished[extent.offset] = extent
         self.unpublished_bytes += length
         return extent
@@ -61,13 +61,13 @@ class Allocation:
         if extent is not None or not has_gap:
             return extent
         try:
-            return self._evict_until_it_fits(length)
+            return self._evict_until_it_fits(length, Room.LOAD)
         except CapacityError:
             return None
 
     def _evict_lesser(self, cache: Cache) -> Extent | None:
         for _ in range(self._limits.evictions_per_reserve_max):
-            if not (self._catalog.orders.host_yields_to(cache) and self._evict_one()):
+            if not (self._catalog.orders.host_yields_to(cache) and self._evict_one(Room.LOAD)):
                 return None
             extent = self.tier.reserve(cache.record_bytes)
             if extent is not None:
@@ -103,10 +103,10 @@ class Allocation:
     def _taken(self, length: int) -> int:
         return round_up(length, self.tier.allocator.granularity)
 
-    def _evict_until_it_fits(self, length: int) -> Extent:
+    def _evict_until_it_fits(self, length: int, room: Room) -> Extent:
         limit = self._limits.evictions_per_reserve_max
         for count in range(limit):
-            is_gone = self._evict_one()
+            is_gone = self._evict_one(room)
             assert is_gone, f"all that may go is gone after {count} groups, and the gap is not there"
             extent = self.tier.reserve(length)
             if extent is not None:
@@ -116,10 +116,10 @@ class Allocation:
             "reservation; retry, or cut the segment"
         )
 
-    def _evict_one(self) -> bool:
+    def _evict_one(self, room: Room) -> bool:
         evicted = self._catalog.evict_host()
         if evicted is not None:
-            self._counters.host_evictions.count(evicted.caches, evicted.record_bytes, evicted.lost)
+            self._counters.host_evictions.count(room, *evicted)
         return evicted is not None
 
     def hand_over(self, extent: Extent) -> None:

@@ -31,10 +31,14 @@ from kvservice.data_socket import DataSocket, remove_stale_socket
 from kvservice.model.errors import KVServiceError, UnavailableError
 from kvservice.model.limits import GRPC_OPTIONS
 from kvservice.node import Node
+from kvservice.page.families_document import families_of
+from kvservice.page.http import add_page
 from kvservice.planning.measuring import curves_of, plan_of
 from kvservice.rpc import add_to_server
 from kvservice.stats.document import NodeDocument
+from kvservice.stats.explain_http import add_explain
 from kvservice.stats.http import Answer, build_http
+from kvservice.stats.log_http import add_log
 from kvservice.wire.v1 import cache_pb2
 
 SERVICE_NAME = cache_pb2.DESCRIPTOR.services_by_name["CacheService"].full_name
@@ -53,6 +57,20 @@ class Addresses:
     socket: str
     grpc_port: int
     http_port: int
+
+
+def build_application(node: Node) -> web.Application:
+    """All that a node answers over HTTP: its numbers, and the page that shows them."""
+    answers: dict[str, Answer] = {
+        "/plan": partial(plan_of, node),
+        "/curves": partial(curves_of, node),
+        "/families": partial(families_of, node),
+    }
+    application = build_http(node.stats_document, answers)
+    add_explain(application, node)
+    add_log(application, node)
+    add_page(application)
+    return application
 
 
 class NodeServers:
@@ -118,8 +136,7 @@ class NodeServers:
     async def _start_http(self) -> int:
         if self._settings.http_port < 0:
             return 0
-        answers: dict[str, Answer] = {"/plan": partial(plan_of, self._node), "/curves": partial(curves_of, self._node)}
-        self._http = web.AppRunner(build_http(self._node.stats_document, answers), access_log=None)
+        self._http = web.AppRunner(build_application(self._node), access_log=None)
         await self._http.setup()
         site = web.TCPSite(self._http, self._settings.host, self._settings.http_port)
         await site.start()

@@ -11,6 +11,7 @@ from kvservice.curves.scopes import curve_limits
 from kvservice.killpoints import Killer, KillPoint
 from kvservice.node import Node, NodeLimits
 from kvservice.orders import LOAD_RATES, Orders
+from kvservice.request_log import RequestLog
 from kvservice.ssd import SsdPolicy
 from kvservice.storage.arena import Arena
 from kvservice.storage.disk import Disk, RealDisk
@@ -63,6 +64,7 @@ def build_node(settings: Settings, data_socket: str, *, owns_process: bool = Fal
             killer=killer,
             curve_limits=curve_limits(settings.curve_records),
         )
+        node.request_log = RequestLog(settings.log_segments) if settings.log_segments else None
         if disk is not None and opened is not None:
             node.attach_ssd(disk, opened, _policy(settings))
         on_error.pop_all()

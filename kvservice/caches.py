@@ -13,6 +13,7 @@ from kvservice.model.cache import CacheKind, CacheMeta, Extent
 from kvservice.model.geometry import Geometry
 from kvservice.model.identity import Identity, Namespace
 from kvservice.model.segment import CacheKey, ContextId, SegmentId
+from kvservice.totals import Totals
 
 POSITION_MAX = (1 << 32) - 1
 NOWHERE = -1
@@ -42,14 +43,15 @@ class Space:
     ``sessions`` counts the sessions that registered it; a space without sessions, caches and writers is dropped.
     ``end_max``: the position behind the last token that a cache in here may have. ``token_s``: seconds of prefill a
     token, a running mean over all that writers said, since a single report is noisy and grows with the position.
+    ``totals``: sums over its caches.
     """
 
     __slots__ = (
         "end_max", "families", "identity", "namespace", "pending", "pinned_reason", "sessions", "token_bytes",
-        "token_s",
+        "token_s", "totals",
     )  # fmt: skip
 
-    def __init__(self, namespace: Namespace, identity: Identity) -> None:
+    def __init__(self, namespace: Namespace, identity: Identity, totals: Totals | None = None) -> None:
         self.namespace = namespace
         self.identity = identity
         self.pinned_reason = identity.pinned_reason
@@ -58,6 +60,7 @@ class Space:
         self.families: dict[SegmentId, Family] = {}
         self.pending: set[tuple[SegmentId, ContextId]] = set()
         self.sessions = 0
+        self.totals = totals or Totals()
         self.token_s = PREFILL_TOKEN_S
 
     def note_prefill(self, tokens: int, prefill_s: float) -> None:
@@ -69,6 +72,10 @@ class Space:
     def geometry(self) -> Geometry:
         """Shape of every cache in here."""
         return self.identity.geometry
+
+    def caches(self) -> "list[Cache]":
+        """All published ones."""
+        return [cache for family in self.families.values() for cache in family.members.values()]
 
     def find(self, segment: SegmentId, context: ContextId) -> "Cache | None":
         """The published cache of a key."""
@@ -186,15 +193,19 @@ class Cache:
 
 
 class Group:
-    """Sums over a master and its mirrors, hidden ones too. ``uses``: lookups that one of them answered."""
+    """Sums over a master and its mirrors, hidden ones too. ``uses``: lookups that one of them answered.
 
-    __slots__ = ("host_bytes", "ssd_bytes", "tokens", "uses")
+    ``used_s``: when the last one did, or when the master was stored, on the node's clock.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("host_bytes", "ssd_bytes", "tokens", "used_s", "uses")
+
+    def __init__(self, now_s: float) -> None:
         self.host_bytes = 0
         self.ssd_bytes = 0
         self.tokens = 0
         self.uses = 0
+        self.used_s = now_s
 
 
 def group_of(cache: Cache) -> Group:

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from kvservice import __version__
+from kvservice.accounting import place_of
 from kvservice.caches import Cache
 from kvservice.curves.events import Missing
 from kvservice.curves.scopes import NOTHING
@@ -100,6 +101,7 @@ class CacheCalls:
             raise LimitError(f"a lookup of {total} segments, the limit is {limit}; split it")
         reply = wire.LookupReply()
         grant = node.grant(session, request.lease_ttl_s)
+        node.counters.lookups.asked += total
         try:
             answered = 0
             for prompt in request.prompts:
@@ -110,9 +112,18 @@ class CacheCalls:
                     await self._let_others_in(grant)
         except BaseException:
             self._end(grant)
+            self._break_off(session, request, reply)
             raise
         self._conclude(grant, reply)
         return reply
+
+    def _break_off(self, session: Session, request: wire.LookupRequest, reply: wire.LookupReply) -> None:
+        """Account for what was not answered."""
+        for index, prompt in enumerate(request.prompts):
+            ledger = self.node.accounts.of(session.spaces.get(Namespace(prompt.namespace)))
+            answered = len(reply.prompts[index].segments) if index < len(reply.prompts) else 0
+            for asked in prompt.segments[answered:]:
+                ledger.count_broken_off(asked.tokens)
 
     async def _let_others_in(self, grant: Grant) -> None:
         await asyncio.sleep(0)
@@ -138,7 +149,10 @@ class CacheCalls:
         if space is not None:
             reply.pinned_reason = space.pinned_reason
             watch = node.curves.note_asked(space, len(prompt.segments))
-        below, known = watch.below, watch.known
+        below, known, log, ledger = watch.below, watch.known, node.request_log, node.accounts.of(space)
+        segments, tokens = ledger.segments, ledger.tokens
+        if log is not None:
+            log.begin(space, grant.id)
         for asked in prompt.segments:
             segment = asked.segment
             finding = node.answer(space, SegmentId(segment), asked, marks, grant)
@@ -151,6 +165,11 @@ class CacheCalls:
                     strangers += 1
             marks = marks_behind(segment, marks)
             _encode_finding(finding, reply.segments.add(), arriving)
+            place = place_of(finding)
+            segments[place] += 1
+            tokens[place] += asked.tokens
+            if log is not None:
+                log.note(asked, segment, finding, place)
         watch.strangers += strangers
 
     async def await_loads(self, request: wire.AwaitRequest) -> wire.AwaitReply:
@@ -206,6 +225,8 @@ class CacheCalls:
         session = self._session(request.session)
         keys = [_decode_key(key) for key in request.members]
         outcome = await self.node.commit_round(session, request.namespace, keys)
+        sizes, history = (outcome.bytes_before, outcome.bytes_after), self.node.families.history
+        history.note(request.round, request.namespace, keys, len(outcome.elections), sizes, self.node.uptime_s)
         reply = wire.CommitRoundReply(bytes_before=outcome.bytes_before, bytes_after=outcome.bytes_after)
         for election in outcome.elections:
             one = reply.elections.add(segment=election.segment, master_context=election.master)

@@ -1,6 +1,7 @@
 """What a node holds: spaces, families, caches, groups, where they lie and how often each is held.
 
-State only, owned by one thread: no I/O, no clock. Extents that nobody needs any more go to the ``Freed`` it was given.
+State only, owned by one thread: no I/O, and the time is told to it. Extents that nobody needs any more go to the
+``Freed`` it was given.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from kvservice.model.segment import SegmentId
 from kvservice.orders import Orders
 from kvservice.storage.ssd_entry import SsdEntry
 from kvservice.superseded import Superseded
-from kvservice.totals import Totals
+from kvservice.totals import TenantTotals, Totals
 
 Where = Callable[[Cache], bool]
 _on_host: Where = attrgetter("is_on_host")
@@ -24,11 +25,15 @@ _on_ssd: Where = attrgetter("is_on_ssd")
 
 
 class Evicted(NamedTuple):
-    """What one eviction took from a tier. ``lost``: caches that were in no other tier."""
+    """What one eviction took from a tier. ``lost``: caches that were in no other tier.
+
+    ``idle_s``: seconds since a lookup was answered with one of the group, or since it was stored.
+    """
 
     caches: int
     record_bytes: int
     lost: int
+    idle_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +61,8 @@ class Catalog:
     ``arriving``: caches whose host copy is not whole yet. ``condemned``: held caches whose host copy is wrong.
     ``superseded``: what lies on the slab for a cache until its newer form does. ``hidden``: each with the sequence
     number of the tombstone that a record of it on the slab must have; 0: it was not deleted, but replaced or lost.
-    ``on_gone`` is told of every cache whose key is found no more.
+    ``on_gone`` is told of every cache whose key is found no more. ``now_s``: the clock when somebody last looked, at
+    every lookup and every upkeep.
     """
 
     def __init__(self, freed: Freed, orders: Orders, on_gone: Callable[[Cache, Gone], None]) -> None:
@@ -68,6 +74,8 @@ class Catalog:
         self.arriving: set[Cache] = set()
         self.orders = orders
         self.totals = Totals()
+        self.tenants = TenantTotals(self.totals)
+        self.now_s = 0.0
         self._freed = freed
         self._on_gone = on_gone
 
@@ -84,7 +92,7 @@ class Catalog:
         namespace = identity.namespace()
         space = self.spaces.get(namespace)
         if space is None:
-            space = self.spaces[namespace] = Space(namespace, identity)
+            space = self.spaces[namespace] = Space(namespace, identity, self.tenants.open(identity.tenant))
         return space
 
     def close_space(self, space: Space) -> None:
@@ -96,6 +104,7 @@ class Catalog:
         """Forget a space that nobody uses and nothing is in."""
         if not (space.sessions or space.families or space.pending) and self.spaces.get(space.namespace) is space:
             del self.spaces[space.namespace]
+            self.tenants.close(space.identity.tenant)
 
     # Caches
 
@@ -131,7 +140,7 @@ class Catalog:
         family = space.families.get(segment)
         if family is None:
             family = space.families[segment] = Family(space, segment, tokens)
-            self.totals.families += 1
+            space.totals.count_family(1)
         return family
 
     def _show(self, cache: Cache) -> None:
@@ -141,14 +150,14 @@ class Catalog:
     def _join_group(self, cache: Cache, master: Cache | None) -> None:
         if master is None:
             self.totals.groups += 1
-            cache.group = Group()
+            cache.group = Group(self.now_s)
         else:
             assert master.master is None, "a master is never a mirror"
             cache.master = master
             if master.mirrors is None:
                 master.mirrors = {}
             master.mirrors[cache] = None
-        self.totals.count(cache, 1)
+        cache.family.space.totals.count(cache, 1)
         group_of(cache).tokens += cache.family.tokens
         cache.family.space.note_prefill(cache.family.tokens, cache.prefill_s)
 
@@ -165,14 +174,15 @@ class Catalog:
         self._note_hidden(cache)
         if not family.members:
             del family.space.families[family.segment]
-            self.totals.families -= 1
+            family.space.totals.count_family(-1)
             self.drop_if_unused(family.space)
 
     def _note_hidden(self, cache: Cache) -> None:
         cache.is_hidden = True
         self.hidden[cache] = 0
-        self.totals.count(cache, -1)
-        self.totals.count_hidden(cache, 1)
+        totals = cache.family.space.totals
+        totals.count(cache, -1)
+        totals.count_hidden(cache, 1)
 
     def replace(self, old: Cache, record: VerifiedRecord, master: Cache) -> Cache:
         """A mirror record in the place of a published cache. Who holds the old record keeps it until it lets go.
@@ -203,8 +213,7 @@ class Catalog:
         """The cache's record lies, or is about to lie, at ``offset`` of the host arena."""
         assert not cache.is_on_host, cache
         cache.offset = offset
-        self.totals.host_caches += 1
-        self.totals.host_bytes += cache.record_bytes
+        cache.family.space.totals.count_host(cache, 1)
         group_of(cache).host_bytes += cache.record_bytes
         self._update_orders(cache)
 
@@ -213,8 +222,7 @@ class Catalog:
         assert not cache.holds, cache
         extent = cache.extent
         cache.offset = NOWHERE
-        self.totals.host_caches -= 1
-        self.totals.host_bytes -= cache.record_bytes
+        cache.family.space.totals.count_host(cache, -1)
         group_of(cache).host_bytes -= cache.record_bytes
         self._freed.host(extent)
         self._update_orders(cache)
@@ -223,8 +231,7 @@ class Catalog:
         """The cache's record lies at ``offset`` of the slab; an older form of it goes."""
         assert not cache.is_on_ssd, cache
         cache.ssd_offset = offset
-        self.totals.ssd_caches += 1
-        self.totals.ssd_bytes += cache.record_bytes
+        cache.family.space.totals.count_ssd(cache, 1)
         group_of(cache).ssd_bytes += cache.record_bytes
         self._update_orders(cache)
         self.drop_superseded(cache)
@@ -240,8 +247,7 @@ class Catalog:
     def _take_ssd(self, cache: Cache) -> Extent:
         extent = cache.ssd_extent
         cache.ssd_offset = NOWHERE
-        self.totals.ssd_caches -= 1
-        self.totals.ssd_bytes -= cache.record_bytes
+        cache.family.space.totals.count_ssd(cache, -1)
         group_of(cache).ssd_bytes -= cache.record_bytes
         self._update_orders(cache)
         return extent
@@ -270,7 +276,9 @@ class Catalog:
     def use(self, cache: Cache) -> None:
         """Note that a lookup was answered with a held cache: its group goes to the end of the orders of eviction."""
         head = cache.head
-        group_of(head).uses += 1
+        group = group_of(head)
+        group.uses += 1
+        group.used_s = self.now_s
         self.held[head] = True
 
     def _count_hold(self, cache: Cache) -> None:
@@ -329,7 +337,7 @@ class Catalog:
     def _evict(
         self, head: Cache, is_here: Where, is_elsewhere: Where, drop: Callable[[Cache], None], why: Gone
     ) -> Evicted:
-        members = list(head.members())
+        members, idle_s = list(head.members()), self.now_s - group_of(head).used_s
         here = [cache for cache in members if is_here(cache)]
         lost = dict.fromkeys(cache for cache in members if not is_elsewhere(cache))
         if head in lost:
@@ -340,7 +348,7 @@ class Catalog:
         for cache in lost:
             if not cache.is_hidden:
                 self.hide(cache, why)
-        return Evicted(len(here), sum(cache.record_bytes for cache in here), len(lost))
+        return Evicted(len(here), sum(cache.record_bytes for cache in here), len(lost), idle_s)
 
     def condemn(self, cache: Cache) -> None:
         """The bytes of its host copy are wrong. They go with the last hold; what is on the slab is found again then.
@@ -378,7 +386,7 @@ class Catalog:
 
     def _forget(self, cache: Cache) -> None:
         del self.hidden[cache]
-        self.totals.count_hidden(cache, -1)
+        cache.family.space.totals.count_hidden(cache, -1)
         self.drop_superseded(cache)
         self.condemned.discard(cache)
         if cache.is_on_ssd:

@@ -48,7 +48,7 @@ class Settings:
     )
     http_port: int = field(
         default=50152,
-        metadata=_why("TCP port of /healthz, /metrics, /stats, /plan and /curves; 0 takes any free one, -1 opens none"),
+        metadata=_why("TCP port of the page, /metrics, /stats, /plan and others; 0 takes any free one, -1 opens none"),
     )
     host_bytes: int = field(default=GIB, metadata=_why("size of the host arena, taken from shared memory at boot"))
     is_prefaulted: bool = field(
@@ -92,6 +92,10 @@ class Settings:
             "caches that are watched for /curves and /plan, 700 bytes each and a part of it a tenant; 0: none"
         ),
     )
+    log_segments: int = field(
+        default=0,
+        metadata=_why("segments of lookups that are kept for `kvservice log export`, 72 bytes each; 0: none"),
+    )
     lease_ttl_s: float = field(default=30.0, metadata=_why("how long a lookup's promise lasts unless renewed"))
     sessions_max: int = field(default=1024, metadata=_why("sessions open at a time; each costs a stream"))
     worker_threads: int = field(
@@ -105,6 +109,7 @@ class Settings:
         self._check_ssd()
         _check(0 < self.lease_ttl_s <= 600, "lease_ttl_s", self.lease_ttl_s, "above 0 and at most 600 seconds")
         _check(0 <= self.curve_records <= 1 << 20, "curve_records", self.curve_records, "0 to 1048576")
+        _check(0 <= self.log_segments <= 1 << 22, "log_segments", self.log_segments, "0 to 4194304")
         _check(self.sessions_max >= 1, "sessions_max", self.sessions_max, "at least 1")
         _check(1 <= self.worker_threads <= 64, "worker_threads", self.worker_threads, "1 to 64")
         levels = ("DEBUG", "INFO", "WARNING", "ERROR")

@@ -20,7 +20,7 @@ from kvservice.limits import NodeLimits
 from kvservice.model.cache import Extent
 from kvservice.model.errors import CorruptError, DiskError, DiskFullError
 from kvservice.model.identity import Namespace
-from kvservice.stats.counters import Counters
+from kvservice.stats.counters import Counters, Room
 from kvservice.storage.admission import Admission, NotAdmitted
 from kvservice.storage.buffer import Bytes
 from kvservice.storage.host_tier import HostTier
@@ -185,7 +185,7 @@ class Demotion:
             evicted = self._catalog.evict_ssd()
             if evicted is None:
                 return None
-            self._counters.ssd_evictions.count(evicted.caches, evicted.record_bytes, evicted.lost)
+            self._counters.ssd_evictions.count(Room.RECORD, *evicted)
             await self.settle()
         return None
 
@@ -221,7 +221,7 @@ class Demotion:
             evicted = self._catalog.evict_ssd()
             if evicted is None:
                 raise DiskFullError(f"no room on the slab for a note of {len(payload)} bytes: all of it is held")
-            self._counters.ssd_evictions.count(evicted.caches, evicted.record_bytes, evicted.lost)
+            self._counters.ssd_evictions.count(Room.NOTE, *evicted)
             await self.settle()
             note = self._slab.reserve_note(kind, payload, sequence)
         assert note is not None

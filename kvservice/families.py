@@ -23,7 +23,8 @@ from kvservice.killpoints import Killer, KillPoint
 from kvservice.limits import NodeLimits
 from kvservice.model.errors import CapacityError, InvalidInputError, LimitError
 from kvservice.model.segment import CacheKey, ContextId, SegmentId
-from kvservice.stats.counters import Counters
+from kvservice.round_history import RoundHistory
+from kvservice.stats.counters import Counters, Room
 from kvservice.worker import Worker
 
 
@@ -73,6 +74,7 @@ class Families:
         self.on_published: Callable[[Cache], None] = _ignore
         self.queue: deque[Cache] = deque()
         self.held: Counter[Cache] = Counter()
+        self.history = RoundHistory()
         self._catalog = catalog
         self._allocation = allocation
         self._worker = worker
@@ -255,7 +257,7 @@ class Families:
             folds.kept += 1
             return None
         try:
-            extent = self._allocation.take(difference.record_bytes)
+            extent = self._allocation.take(difference.record_bytes, Room.FOLD)
         except CapacityError:
             folds.dropped += 1
             return None

@@ -39,12 +39,13 @@ class Asked(Protocol):
 
 
 class Finding(NamedTuple):
-    """The cache that answers, or why none does."""
+    """The cache that answers, or why none does. ``is_from_ssd``: some of its bytes have to be read first."""
 
     cache: Cache | None
     match: Match
     miss_reason: MissReason
     affinity: int
+    is_from_ssd: bool = False
 
 
 def _miss(reason: MissReason, affinity: int = 0) -> Finding:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from kvservice import __version__
+from kvservice.accounting import Accounts
 from kvservice.allocation import Allocation
 from kvservice.caches import Cache, Space, VerifiedRecord
 from kvservice.catalog import Catalog, Freed, Removal
@@ -30,6 +31,7 @@ from kvservice.model.lease import BootEpoch, SessionId
 from kvservice.model.plan import Outcome
 from kvservice.model.segment import CacheKey, SegmentId
 from kvservice.orders import LOAD_RATES, Orders
+from kvservice.request_log import RequestLog
 from kvservice.scrubbing import Scrubber
 from kvservice.sessions import Session, Sessions
 from kvservice.ssd import Ssd, SsdPolicy, Workers
@@ -82,6 +84,8 @@ class Node:
         orders = orders or Orders(ValueOrder(), ValueOrder(), LOAD_RATES)
         self.catalog = Catalog(freed, orders, self._note_gone)
         limits_of_curves, granularity = curve_limits or CurveLimits(), tier.allocator.granularity
+        self.accounts = Accounts(clock)
+        self.request_log: RequestLog | None = None
         self.curves = Curves(limits_of_curves, clock, tier.capacity_bytes, orders.kind, orders.rates, granularity)
         self.allocation = Allocation(tier, self.catalog, self.limits, self.counters)
         self.sessions = Sessions(self.catalog, self.boot_epoch, self.limits)
@@ -93,7 +97,7 @@ class Node:
         self.families = Families(self.catalog, self.allocation, self.worker, self.limits, self.counters, self._killer)
         self.families.on_published = self._note_published
         self._clock = clock
-        self._started_s = clock()
+        self._started_s = self.catalog.now_s = clock()
         self.heap = Heap() if owns_process else None
         self._tasks: list[asyncio.Task[None]] = []
         self._has_folds = asyncio.Event()
@@ -140,6 +144,7 @@ class Node:
         if self.ssd is not None:
             self.ssd.restore()
             self.ssd.start()
+            self.accounts.note_restored(self.catalog.spaces.values())
             if self.heap is not None:
                 self.heap.freeze()
         endless = (self._keep_up(), self._fold_forever(), self.curves.run())
@@ -162,6 +167,7 @@ class Node:
         while not self._is_stopping:
             await asyncio.sleep(self.limits.upkeep_interval_s)
             self.expire()
+            self.accounts.turn()
 
     async def _fold_forever(self) -> None:
         while not self._is_stopping:
@@ -180,9 +186,11 @@ class Node:
             count += 1
         return count
 
-    def expire(self) -> None:
-        """End the leases whose time has come."""
-        self.leases.expire(self._clock())
+    def expire(self) -> float:
+        """End the leases whose time has come; the time."""
+        now_s = self.catalog.now_s = self._clock()
+        self.leases.expire(now_s)
+        return now_s
 
     # Sessions
 
@@ -237,7 +245,6 @@ class Node:
             finding = self._leased(finding, cache, grant)
             if len(family.members) > self.limits.candidates_max:  # of smaller ones all members are ranked anyway
                 self.catalog.touch(cache)
-        self.counters.lookups.count(finding.match, finding.miss_reason)
         return finding
 
     def _leased(self, finding: Finding, cache: Cache, grant: Grant) -> Finding:
@@ -254,7 +261,7 @@ class Node:
                 self.leases.take_back(grant)
                 return NO_ROOM
             grant.loads.add(loads)
-            self.counters.lookups.from_ssd += bool(loads)
+            finding = finding._replace(is_from_ssd=bool(loads))
         self.ssd.note_used(cache)
         return finding
 
@@ -271,14 +278,12 @@ class Node:
 
     def grant(self, session: Session, ttl_s: float) -> Grant:
         """A lease for what a lookup is about to find; ends leases whose time has come first."""
-        now_s = self._clock()
-        self.leases.expire(now_s)
+        now_s = self.expire()
         return self.leases.grant(session, now_s, ttl_s)
 
     def renew(self, session: Session, ids: Iterable[int], ttl_s: float) -> list[bool]:
         """Which leases live on, for ``ttl_s`` from now at least."""
-        self.expire()
-        return self.leases.renew(session, ids, self._clock() + self.leases.ttl_s(ttl_s))
+        return self.leases.renew(session, ids, self.expire() + self.leases.ttl_s(ttl_s))
 
     def release(self, session: Session, ids: Iterable[int]) -> int:
         """End leases; how many were live."""
@@ -369,7 +374,7 @@ class Node:
         session.require_write()
         if namespace and keys:
             raise InvalidInputError("a delete names keys or a whole namespace, not both")
-        found = _all_of(session.space(namespace)) if namespace else self._named(session, keys)
+        found = session.space(namespace).caches() if namespace else self._named(session, keys)
         for cache in found:
             if not cache.is_hidden:
                 self.catalog.hide(cache, Gone.DELETED)
@@ -413,7 +418,3 @@ def _is_meant(spaces: set[Namespace], keys: set[CacheKey], namespace: bytes, cac
     """Does a delete of ``keys`` in ``spaces``, or of all of ``namespace``, mean this cache?"""
     of_cache = cache.family.space.namespace
     return of_cache == namespace if namespace else of_cache in spaces and cache.key in keys
-
-
-def _all_of(space: Space) -> list[Cache]:
-    return [cache for family in space.families.values() for cache in family.members.values()]

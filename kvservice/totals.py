@@ -1,17 +1,21 @@
-"""Running sums of a catalog, so that no reader of stats walks it."""
+"""Running sums of a catalog, of its tenants and of its namespaces, so that no reader of stats walks it."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from kvservice.caches import Cache
+if TYPE_CHECKING:
+    from kvservice.caches import Cache  # which imports this
 
 
 @dataclass(slots=True)
 class Totals:
     """Running sums over what is held; published caches unless they say hidden.
 
-    By tier, hidden ones too: a cache may be in both.
+    By tier, hidden ones too: a cache may be in both. ``above``: the sums that these are a part of, a tenant's of a
+    namespace's, the node's of a tenant's. ``groups`` and ``held_bytes`` are of the node alone.
     """
 
+    above: "Totals | None" = None
     masters: int = 0
     mirrors: int = 0
     master_bytes: int = 0
@@ -24,10 +28,12 @@ class Totals:
     held_bytes: int = 0
     host_caches: int = 0
     host_bytes: int = 0
+    host_mirror_bytes: int = 0
     ssd_caches: int = 0
     ssd_bytes: int = 0
+    ssd_mirror_bytes: int = 0
 
-    def count(self, cache: Cache, sign: int) -> None:
+    def count(self, cache: "Cache", sign: int) -> None:
         """Add (1) or take away (-1) a published cache."""
         if cache.master is None:
             self.masters += sign
@@ -36,8 +42,62 @@ class Totals:
             self.mirrors += sign
             self.mirror_bytes += sign * cache.record_bytes
         self.dense_bytes += sign * cache.dense_bytes
+        if self.above is not None:
+            self.above.count(cache, sign)
 
-    def count_hidden(self, cache: Cache, sign: int) -> None:
+    def count_hidden(self, cache: "Cache", sign: int) -> None:
         """Add or take away a hidden cache."""
         self.hidden += sign
         self.hidden_bytes += sign * cache.record_bytes
+        if self.above is not None:
+            self.above.count_hidden(cache, sign)
+
+    def count_family(self, sign: int) -> None:
+        """Add or take away a segment that has caches."""
+        self.families += sign
+        if self.above is not None:
+            self.above.count_family(sign)
+
+    def count_host(self, cache: "Cache", sign: int) -> None:
+        """Add or take away a record in host memory."""
+        self.host_caches += sign
+        self.host_bytes += sign * cache.record_bytes
+        self.host_mirror_bytes += sign * cache.record_bytes * (cache.master is not None)
+        if self.above is not None:
+            self.above.count_host(cache, sign)
+
+    def count_ssd(self, cache: "Cache", sign: int) -> None:
+        """Add or take away a record on SSD."""
+        self.ssd_caches += sign
+        self.ssd_bytes += sign * cache.record_bytes
+        self.ssd_mirror_bytes += sign * cache.record_bytes * (cache.master is not None)
+        if self.above is not None:
+            self.above.count_ssd(cache, sign)
+
+
+class TenantTotals:
+    """The sums of every tenant that has a namespace."""
+
+    def __init__(self, node: Totals) -> None:
+        self._node = node
+        self._by_name: dict[str, Totals] = {}
+        self._namespaces: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    def get(self, tenant: str) -> Totals | None:
+        """The sums of a tenant; None if it has no namespace."""
+        return self._by_name.get(tenant)
+
+    def open(self, tenant: str) -> Totals:
+        """The sums of a new namespace of a tenant."""
+        above = self._by_name.setdefault(tenant, Totals(self._node))
+        self._namespaces[tenant] = self._namespaces.get(tenant, 0) + 1
+        return Totals(above)
+
+    def close(self, tenant: str) -> None:
+        """A namespace went. What of it is still leased is the node's from now on."""
+        self._namespaces[tenant] -= 1
+        if not self._namespaces[tenant]:
+            del self._namespaces[tenant], self._by_name[tenant]

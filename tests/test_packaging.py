@@ -50,6 +50,7 @@ def test_wheel_holds_the_linked_folders_and_types(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     wanted = {"kvservice/py.typed", "kvservice/storage/record.py", "kvservice/kernels/reference.py"}
     wanted |= {"kvservice/client/client.py", "kvservice/wire/v1/cache_pb2.py", "kvservice/storage/FORMAT.md"}
+    wanted |= {f"kvservice/page/page.{kind}" for kind in ("html", "css", "js")}
     assert wanted <= names
 
 

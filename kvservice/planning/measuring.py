@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, TypedDict
 
+from kvservice.accounting import MATCH_PLACES, count_at
 from kvservice.caches import PREFILL_TOKEN_S, Space
 from kvservice.curves.histogram import EDGES
 from kvservice.curves.scopes import NODE, OTHER, namespace_scope, tenant_scope
@@ -10,6 +11,7 @@ from kvservice.model.errors import InvalidInputError
 from kvservice.planning.document import PlanDocument
 from kvservice.planning.planner import Measured, make_plan
 from kvservice.planning.request import PlanRequest, parse_request
+from kvservice.stats.accounting_document import node_ledger
 
 if TYPE_CHECKING:
     from kvservice.node import Node
@@ -90,7 +92,7 @@ def measure(node: "Node", request: PlanRequest) -> Measured:
     name = scope_of(node, request)
     spaces = _spaces(node, request)
     counters, totals, uptime_s = node.counters, node.catalog.totals, max(node.uptime_s, 1e-9)
-    lookups, loads = counters.lookups, counters.loads
+    loads, answered = counters.loads, node_ledger(node).segments
     is_node = name == NODE
     token_s, token_bytes = _means(spaces)
     return Measured(
@@ -99,8 +101,8 @@ def measure(node: "Node", request: PlanRequest) -> Measured:
         half_life_s=node.curves.limits.half_life_s,
         curve=node.curves.read(name),
         points=node.curves.simulated() if is_node else (),
-        asked=lookups.asked if is_node else 0,
-        found=lookups.exact + lookups.refreshed + lookups.shifted if is_node else 0,
+        asked=sum(answered) if is_node else 0,
+        found=sum(count_at(answered, places) for places in MATCH_PLACES.values()) if is_node else 0,
         token_s=token_s,
         is_token_s_measured=any(space.token_s != PREFILL_TOKEN_S for space in spaces),
         token_bytes=token_bytes,

@@ -1,38 +1,45 @@
 """Counters of a node: whole numbers that only rise, from zero at every start. One thread owns them."""
 
+import enum
+from bisect import bisect_left
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
-from kvservice.model.plan import Match, MissReason
+from kvservice.model.errors import BY_CODE
+
+AGE_EDGES_S = (1.0, 10.0, 60.0, 600.0, 3600.0, 6 * 3600.0, 24 * 3600.0, 7 * 24 * 3600.0)
+"""Upper edges of the histogram of ages; what is older is counted behind the last."""
+
+
+class Room(enum.StrEnum):
+    """What an eviction made room for. The values are names in documents and metrics; never change them."""
+
+    WRITE = "write"
+    """In memory, for a record that a client writes."""
+    FOLD = "fold"
+    """In memory, for a mirror in the place of a dense cache."""
+    LOAD = "load"
+    """In memory, for a record that a lookup found on SSD."""
+    RECORD = "record"
+    """On SSD, for a record of memory."""
+    NOTE = "note"
+    """On SSD, for an identity or a tombstone."""
+
+
+HOST_ROOMS, SSD_ROOMS = (Room.WRITE, Room.FOLD, Room.LOAD), (Room.RECORD, Room.NOTE)
 
 
 @dataclass(slots=True)
 class LookupCounters:
-    """Segments asked for, and what was answered.
+    """Calls that were answered; segments of all that were begun, as they came in.
 
-    asked = exact + refreshed + shifted + the sum of misses. from_ssd: of those found, the ones that were not
-    whole in host memory; all others were.
+    What became of them is counted by ``kvservice.accounting``; the two must agree.
     """
 
     calls: int = 0
     asked: int = 0
-    exact: int = 0
-    refreshed: int = 0
-    shifted: int = 0
-    from_ssd: int = 0
-    misses: list[int] = field(default_factory=lambda: [0] * len(MissReason))
-
-    def count(self, match: Match, miss_reason: MissReason) -> None:
-        """One segment was answered."""
-        self.asked += 1
-        if match is Match.EXACT:
-            self.exact += 1
-        elif match is Match.SHIFTED:
-            self.shifted += 1
-        elif match is Match.REFRESHED:
-            self.refreshed += 1
-        else:
-            self.misses[miss_reason] += 1
 
 
 @dataclass(slots=True)
@@ -51,19 +58,34 @@ class FoldCounters:
 
 @dataclass(slots=True)
 class EvictionCounters:
-    """What evictions took from a tier. Lost: caches that were in no other tier."""
+    """What evictions took from a tier. Lost: caches that were in no other tier.
 
+    ``groups_for``: groups by what room was made for. ``ages``: groups by seconds since a lookup was answered with one
+    of them, or since they were stored, at AGE_EDGES_S; ``age_s``: the sum.
+    """
+
+    groups_for: dict[str, int]
     groups: int = 0
     caches: int = 0
     record_bytes: int = 0
     lost: int = 0
+    ages: list[int] = field(default_factory=lambda: [0] * (len(AGE_EDGES_S) + 1))
+    age_s: float = 0.0
 
-    def count(self, caches: int, record_bytes: int, lost: int) -> None:
+    @classmethod
+    def of(cls, rooms: Iterable[Room]) -> "EvictionCounters":
+        """Of a tier in which room is made for these."""
+        return cls({room.value: 0 for room in rooms})
+
+    def count(self, room: Room, caches: int, record_bytes: int, lost: int, idle_s: float) -> None:
         """One group went."""
         self.groups += 1
+        self.groups_for[room] += 1
         self.caches += caches
         self.record_bytes += record_bytes
         self.lost += lost
+        self.ages[bisect_left(AGE_EDGES_S, idle_s)] += 1
+        self.age_s += idle_s
 
 
 @dataclass(slots=True)
@@ -90,6 +112,10 @@ class DemotionCounters:
     seconds: float = 0.0
 
 
+def _no_errors() -> Counter[str]:
+    return Counter(dict.fromkeys(BY_CODE, 0))
+
+
 @dataclass(slots=True)
 class Counters:
     """All counters of a node."""
@@ -98,13 +124,13 @@ class Counters:
     folds: FoldCounters = field(default_factory=FoldCounters)
     reserved: int = 0
     existed: int = 0
-    reserves_refused: Counter[str] = field(default_factory=Counter)
+    reserves_refused: Counter[str] = field(default_factory=_no_errors)
     published: int = 0
     published_bytes: int = 0
-    commits_refused: Counter[str] = field(default_factory=Counter)
+    commits_refused: Counter[str] = field(default_factory=_no_errors)
     aborted: int = 0
-    host_evictions: EvictionCounters = field(default_factory=EvictionCounters)
-    ssd_evictions: EvictionCounters = field(default_factory=EvictionCounters)
+    host_evictions: EvictionCounters = field(default_factory=partial(EvictionCounters.of, HOST_ROOMS))
+    ssd_evictions: EvictionCounters = field(default_factory=partial(EvictionCounters.of, SSD_ROOMS))
     loads: LoadCounters = field(default_factory=LoadCounters)
     demotions: DemotionCounters = field(default_factory=DemotionCounters)
     deleted: int = 0

@@ -3,10 +3,21 @@
 Counters rise from zero at the start; the rest is how things stand. Sizes are bytes.
 """
 
+from itertools import accumulate
 from typing import TYPE_CHECKING, TypedDict
 
-from kvservice.model.plan import MissReason
-from kvservice.stats.counters import EvictionCounters
+from kvservice.accounting import BROKEN_OFF, ERROR_PLACES, FROM_SSD_PLACES, MATCH_PLACES, MISS_PLACES, Ledger, count_at
+from kvservice.model.plan import Match
+from kvservice.stats.accounting_document import (
+    AccountingDocument,
+    NamespaceDocument,
+    TenantDocument,
+    accounting_document,
+    namespaces_document,
+    node_ledger,
+    tenants_document,
+)
+from kvservice.stats.counters import AGE_EDGES_S, EvictionCounters
 from kvservice.stats.ssd_document import (
     DemotionsDocument,
     IntegrityDocument,
@@ -23,17 +34,20 @@ from kvservice.stats.ssd_document import (
 if TYPE_CHECKING:
     from kvservice.node import Node
 
+_EDGES = (*(f"{edge:g}" for edge in AGE_EDGES_S), "+Inf")
+
 
 class HostDocument(TypedDict):
     """The host tier. ``used_bytes`` includes rounding and what is being written.
 
-    ``record_bytes``: records only, of hidden caches and in the staging area too. ``unpublished_bytes``: reserved,
-    verified or being folded.
+    ``record_bytes``: records only, of hidden caches and in the staging area too; ``mirror_bytes``: of these the
+    mirrors'. ``unpublished_bytes``: reserved, verified or being folded. ``held_bytes``: leased or being read.
     """
 
     capacity_bytes: int
     used_bytes: int
     record_bytes: int
+    mirror_bytes: int
     caches: int
     unpublished_bytes: int
     held_bytes: int
@@ -63,8 +77,11 @@ class CachesDocument(TypedDict):
 
 
 class LookupsDocument(TypedDict):
-    """Counters. asked = exact + refreshed + shifted + the sum of ``missed``; ``from_ssd``: found, not all of it in
-    memory."""
+    """Counters of segments, by how what was found matches; ``accounting`` has them by where it was found.
+
+    asked = exact + refreshed + shifted + the sum of ``missed`` + broken_off: lookups that ended before they came to it.
+    ``from_ssd``: found, not all of it in memory.
+    """
 
     calls: int
     asked: int
@@ -73,6 +90,7 @@ class LookupsDocument(TypedDict):
     shifted: int
     from_ssd: int
     missed: dict[str, int]
+    broken_off: int
 
 
 class WritesDocument(TypedDict):
@@ -88,13 +106,25 @@ class WritesDocument(TypedDict):
     deleted: int
 
 
+class HistogramDocument(TypedDict):
+    """``buckets``: how many were at most so large, by the upper edge, rising to +Inf; ``sum`` of all values."""
+
+    buckets: dict[str, int]
+    sum: float
+
+
 class EvictionsDocument(TypedDict):
-    """Counters of one tier: groups, the caches in them, their bytes; ``lost``: caches that were in no other tier."""
+    """Counters of one tier: groups, the caches in them, their bytes; ``lost``: caches that were in no other tier.
+
+    ``groups_for``: by what room was made for. ``age_s``: seconds from the last use, or from storing, to the eviction.
+    """
 
     groups: int
     caches: int
     record_bytes: int
     lost: int
+    groups_for: dict[str, int]
+    age_s: HistogramDocument
 
 
 class FoldsDocument(TypedDict):
@@ -111,14 +141,27 @@ class FoldsDocument(TypedDict):
 
 
 class HandlesDocument(TypedDict):
-    """What clients hold now, and how much was given out."""
+    """What clients hold now, and how much was given out.
+
+    ``leased_caches``: holds of all leases. ``stray_bytes``: reserved by sessions that were lost, whose processes may
+    still write there.
+    """
 
     sessions: int
     sessions_opened: int
     leases: int
     leases_granted: int
     leases_expired: int
+    leased_caches: int
     reservations: int
+    stray_bytes: int
+
+
+class RequestLogDocument(TypedDict):
+    """The request log: how many segments it holds at most, 0 if it is off, and how many were noted so far."""
+
+    capacity: int
+    noted: int
 
 
 class NodeDocument(TypedDict):
@@ -131,6 +174,9 @@ class NodeDocument(TypedDict):
     ssd: SsdDocument
     caches: CachesDocument
     lookups: LookupsDocument
+    accounting: AccountingDocument
+    by_tenant: dict[str, TenantDocument]
+    by_namespace: dict[str, NamespaceDocument]
     writes: WritesDocument
     evictions: dict[str, EvictionsDocument]
     loads: LoadsDocument
@@ -139,10 +185,12 @@ class NodeDocument(TypedDict):
     handles: HandlesDocument
     integrity: IntegrityDocument
     recovery: RecoveryDocument
+    request_log: RequestLogDocument
 
 
 def node_document(node: "Node", version: str, uptime_s: float) -> NodeDocument:
     """How ``node`` stands."""
+    ledger = node_ledger(node)
     return {
         "version": version,
         "boot_epoch": node.boot_epoch,
@@ -150,7 +198,10 @@ def node_document(node: "Node", version: str, uptime_s: float) -> NodeDocument:
         "host": _host(node),
         "ssd": ssd_document(node),
         "caches": _caches(node),
-        "lookups": _lookups(node),
+        "lookups": _lookups(node, ledger),
+        "accounting": accounting_document(node, ledger),
+        "by_tenant": tenants_document(node),
+        "by_namespace": namespaces_document(node),
         "writes": _writes(node),
         "evictions": {
             "host": _evictions(node.counters.host_evictions),
@@ -162,6 +213,7 @@ def node_document(node: "Node", version: str, uptime_s: float) -> NodeDocument:
         "handles": _handles(node),
         "integrity": integrity_document(node),
         "recovery": recovery_document(node),
+        "request_log": _request_log(node),
     }
 
 
@@ -171,6 +223,7 @@ def _host(node: "Node") -> HostDocument:
         "capacity_bytes": node.tier.capacity_bytes,
         "used_bytes": node.tier.used_bytes,
         "record_bytes": totals.host_bytes,
+        "mirror_bytes": totals.host_mirror_bytes,
         "caches": totals.host_caches,
         "unpublished_bytes": node.allocation.unpublished_bytes,
         "held_bytes": totals.held_bytes,
@@ -192,18 +245,17 @@ def _caches(node: "Node") -> CachesDocument:
     }
 
 
-def _lookups(node: "Node") -> LookupsDocument:
-    lookups = node.counters.lookups
+def _lookups(node: "Node", ledger: Ledger) -> LookupsDocument:
+    counts = ledger.segments
     return {
-        "calls": lookups.calls,
-        "asked": lookups.asked,
-        "exact": lookups.exact,
-        "refreshed": lookups.refreshed,
-        "shifted": lookups.shifted,
-        "from_ssd": lookups.from_ssd,
-        "missed": {
-            reason.name.lower(): lookups.misses[reason] for reason in MissReason if reason is not MissReason.NONE
-        },
+        "calls": node.counters.lookups.calls,
+        "asked": node.counters.lookups.asked,
+        "exact": count_at(counts, MATCH_PLACES[Match.EXACT]),
+        "refreshed": count_at(counts, MATCH_PLACES[Match.REFRESHED]),
+        "shifted": count_at(counts, MATCH_PLACES[Match.SHIFTED]),
+        "from_ssd": count_at(counts, FROM_SSD_PLACES),
+        "missed": {reason.name.lower(): counts[place] for reason, place in MISS_PLACES.items()},
+        "broken_off": counts[ERROR_PLACES[BROKEN_OFF]],
     }
 
 
@@ -227,6 +279,11 @@ def _evictions(counters: EvictionCounters) -> EvictionsDocument:
         "caches": counters.caches,
         "record_bytes": counters.record_bytes,
         "lost": counters.lost,
+        "groups_for": dict(counters.groups_for),
+        "age_s": {
+            "buckets": dict(zip(_EDGES, accumulate(counters.ages), strict=True)),
+            "sum": round(counters.age_s, 3),
+        },
     }
 
 
@@ -252,5 +309,12 @@ def _handles(node: "Node") -> HandlesDocument:
         "leases": len(node.leases.live),
         "leases_granted": counters.leases_granted,
         "leases_expired": counters.leases_expired,
+        "leased_caches": sum(len(grant.caches) for grant in node.leases.live.values()),
         "reservations": len(node.store.open),
+        "stray_bytes": sum(extent.length for extents in node.store.strays.values() for extent in extents),
     }
+
+
+def _request_log(node: "Node") -> RequestLogDocument:
+    log = node.request_log
+    return {"capacity": 0, "noted": 0} if log is None else {"capacity": log.rows_max, "noted": log.count}

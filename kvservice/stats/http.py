@@ -1,22 +1,32 @@
-"""The HTTP side of a node: /healthz, /metrics (Prometheus), /stats, /plan and /curves (JSON). It changes nothing.
+"""The HTTP side of a node: /healthz, /metrics (Prometheus), /stats and other answers in JSON. It changes nothing.
 
 Every number comes from one stats document, so that the three views cannot disagree.
 """
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 
-from kvservice.model.errors import InvalidInputError
+from kvservice.model.errors import InvalidInputError, KVServiceError
+from kvservice.stats.explain_request import BODY_BYTES_MAX
 from kvservice.stats.metrics import METRICS, MetricSpec
 
 StatsDocument = Mapping[str, object]
 Answer = Callable[[Mapping[str, str]], StatsDocument]
 """A JSON answer to a query; raises InvalidInputError."""
+REST = 9
+"""Scrapes take a tenth of the loop's time at most: so many times as long as one took, the next get the same text."""
+REST_S_MAX = 0.25
 
 
 class DocumentCollector:
@@ -29,7 +39,33 @@ class DocumentCollector:
         """Called by prometheus_client at every scrape."""
         document = self._document()
         for spec in METRICS:
-            yield _family(spec, spec.samples(document))
+            yield _histogram(spec, document) if spec.is_histogram else _family(spec, spec.samples(document))
+
+
+class RestingText:
+    """The metrics as text. However often it is asked for, making it leaves the loop to others most of the time."""
+
+    def __init__(self, registry: CollectorRegistry, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._registry = registry
+        self._clock = clock
+        self._text = b""
+        self._rests_until_s = float("-inf")
+
+    def get(self) -> bytes:
+        """As of now, or of a few times as long ago as making it takes."""
+        began_s = self._clock()
+        if began_s >= self._rests_until_s:
+            self._text = generate_latest(self._registry)
+            ended_s = self._clock()
+            self._rests_until_s = ended_s + min(REST * (ended_s - began_s), REST_S_MAX)
+        return self._text
+
+
+def _histogram(spec: MetricSpec, document: StatsDocument) -> Metric:
+    family = HistogramMetricFamily(spec.name, spec.help, labels=spec.labels)
+    for labels, buckets, total in spec.histograms(document):
+        family.add_metric(labels, buckets=[(edge, float(count)) for edge, count in buckets.items()], sum_value=total)
+    return family
 
 
 def _family(spec: MetricSpec, samples: Iterable[tuple[tuple[str, ...], float]]) -> Metric:
@@ -47,17 +83,18 @@ def build_http(document: Callable[[], StatsDocument], answers: Mapping[str, Answ
     """
     registry = CollectorRegistry()
     registry.register(DocumentCollector(document))
+    text = RestingText(registry)
 
     async def healthz(_: web.Request) -> web.Response:
         return web.json_response({"status": "ok"})
 
     async def metrics(_: web.Request) -> web.Response:
-        return web.Response(body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        return web.Response(body=text.get(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def stats(_: web.Request) -> web.Response:
         return web.json_response(dict(document()))
 
-    application = web.Application()
+    application = web.Application(client_max_size=BODY_BYTES_MAX)
     application.router.add_get("/healthz", healthz)
     application.router.add_get("/metrics", metrics)
     application.router.add_get("/stats", stats)
@@ -68,12 +105,13 @@ def build_http(document: Callable[[], StatsDocument], answers: Mapping[str, Answ
 
 async def _answer(answer: Answer, request: web.Request) -> web.Response:
     if len(request.query) != len(set(request.query)):
-        return _refusal(InvalidInputError("every parameter may be given once"))
+        return refusal(InvalidInputError("every parameter may be given once"))
     try:
         return web.json_response(dict(answer(request.query)))
     except InvalidInputError as error:
-        return _refusal(error)
+        return refusal(error)
 
 
-def _refusal(error: InvalidInputError) -> web.Response:
-    return web.json_response({"error": error.code, "message": str(error)}, status=400)
+def refusal(error: KVServiceError, status: int = 400) -> web.Response:
+    """An error as JSON."""
+    return web.json_response({"error": error.code, "message": str(error)}, status=status)

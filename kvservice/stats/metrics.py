@@ -1,4 +1,7 @@
-"""Every metric's name in one place, with where in the stats document its value stands. Names are stable."""
+"""Every metric's name in one place, with where in the stats document its value stands.
+
+Names are stable: one may be added, none is renamed or gets another meaning. deploy/metrics.md is made of this table.
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -7,25 +10,45 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class MetricSpec:
-    """One Prometheus metric. ``path``: keys in the stats document; at ``*`` every key becomes a label's value."""
+    """One Prometheus metric. ``path``: keys in the stats document; at ``*`` every key becomes a label's value.
+
+    ``texts``: keys of what is found there whose texts are labels too; such a metric is always 1. ``is_histogram``: what
+    is found there are buckets and their sum.
+    """
 
     name: str
     help: str
     path: tuple[str, ...]
     is_counter: bool = False
     labels: tuple[str, ...] = ()
+    texts: tuple[str, ...] = ()
+    is_histogram: bool = False
 
     def __post_init__(self) -> None:
-        assert len(self.labels) == self.path.count("*"), self.name
+        assert len(self.labels) == self.path.count("*") + len(self.texts), self.name
+
+    @property
+    def kind(self) -> str:
+        """As Prometheus calls it."""
+        return "histogram" if self.is_histogram else "counter" if self.is_counter else "gauge"
 
     def samples(self, document: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], float]]:
-        """Label values and value of every sample."""
-        yield from _walk(document, self.path, ())
+        """Label values and value of every sample of what is no histogram."""
+        for labels, value in _walk(document, self.path, ()):
+            if self.texts:
+                yield (*labels, *(value[text] for text in self.texts)), 1.0
+            else:
+                yield labels, float(value)
+
+    def histograms(self, document: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Mapping[str, int], float]]:
+        """Label values, cumulative buckets by upper edge, and the sum of all values."""
+        for labels, value in _walk(document, self.path, ()):
+            yield labels, value["buckets"], value["sum"]
 
 
-def _walk(value: Any, path: tuple[str, ...], labels: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], float]]:
+def _walk(value: Any, path: tuple[str, ...], labels: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
     if not path:
-        yield labels, float(value)
+        yield labels, value
     elif path[0] != "*":
         yield from _walk(value[path[0]], path[1:], labels)
     else:
@@ -42,11 +65,34 @@ def _counter(name: str, text: str, *path: str, labels: tuple[str, ...] = ()) -> 
     return MetricSpec(f"kvservice_{name}_total", text, path, is_counter=True, labels=labels)
 
 
+def _by(whose: str) -> tuple[MetricSpec, ...]:
+    """What is told of every tenant or namespace that has a name, and of the others together."""
+    of, base = f"of a {whose}", f"by_{whose}"
+    return (
+        _counter(
+            f"{whose}_answered_tokens", f"Tokens asked for {of}, by what became of them.",
+            base, "*", "tokens", "*", labels=(whose, "answer"),
+        ),
+        _counter(f"{whose}_exact_tokens", f"Tokens found exact {of}.", base, "*", "exact_tokens", labels=(whose,)),
+        _counter(f"{whose}_lossy_tokens", f"Tokens found as an approximation {of}.",
+                 base, "*", "lossy_tokens", labels=(whose,)),
+        _gauge(f"{whose}_kind_bytes", f"Bytes of published records {of}, by kind.",
+               base, "*", "held", "bytes_by_kind", "*", labels=(whose, "kind")),
+        _gauge(f"{whose}_tier_bytes", f"Bytes of records {of}, by tier.",
+               base, "*", "held", "bytes_by_tier", "*", labels=(whose, "tier")),
+        _gauge(f"{whose}_dense_bytes", f"What the published records {of} stand for.",
+               base, "*", "held", "dense_bytes", labels=(whose,)),
+    )  # fmt: skip
+
+
+_ANSWER = "host, ssd, remote, moved, miss or error"
+
 METRICS = (
     _gauge("uptime_seconds", "Seconds since the node started.", "uptime_s"),
     _gauge("host_capacity_bytes", "Size of the host arena.", "host", "capacity_bytes"),
     _gauge("host_used_bytes", "Allocated bytes, with rounding and what is being written.", "host", "used_bytes"),
     _gauge("host_record_bytes", "Bytes of records, of hidden ones too.", "host", "record_bytes"),
+    _gauge("host_mirror_bytes", "Of these, bytes of mirrors.", "host", "mirror_bytes"),
     _gauge("host_caches", "Caches with a record in host memory.", "host", "caches"),
     _gauge("host_unpublished_bytes", "Bytes reserved or being folded, not published.", "host", "unpublished_bytes"),
     _gauge("host_held_bytes", "Bytes that leases or workers hold.", "host", "held_bytes"),
@@ -63,6 +109,30 @@ METRICS = (
     _counter("lookup_refreshed", "Segments answered with refreshed KV of an equal context.", "lookups", "refreshed"),
     _counter("lookup_shifted", "Segments answered from another context.", "lookups", "shifted"),
     _counter("lookup_missed", "Segments not found, by reason.", "lookups", "missed", "*", labels=("reason",)),
+    _counter("lookup_broken_off", "Segments that a lookup did not come to before it ended.", "lookups", "broken_off"),
+    _counter("lookup_tokens", "Tokens asked for.", "accounting", "asked_tokens"),
+    _counter(
+        "answered_segments", f"Segments asked for, by what became of them: {_ANSWER}.",
+        "accounting", "segments", "*", labels=("answer",),
+    ),
+    _counter(
+        "answered_tokens", f"Tokens asked for, by what became of them: {_ANSWER}.",
+        "accounting", "tokens", "*", labels=("answer",),
+    ),
+    _counter("exact_tokens", "Tokens found with exact KV of the context asked for.", "accounting", "exact_tokens"),
+    _counter("lossy_tokens", "Tokens found refreshed or moved: with an approximation.", "accounting", "lossy_tokens"),
+    _counter(
+        "moved_tokens", "Tokens found in another context, by where their bytes come from.",
+        "accounting", "moved_tokens", "*", labels=("source",),
+    ),
+    _counter("missed_tokens", "Tokens not found, by reason.", "accounting", "missed_tokens", "*", labels=("reason",)),
+    _counter("error_tokens", "Tokens not to be had, by reason.", "accounting", "error_tokens", "*", labels=("reason",)),
+    *_by("tenant"),
+    *_by("namespace"),
+    MetricSpec(
+        "kvservice_namespace_info", "Whose namespace it is; always 1.", ("by_namespace", "*"),
+        labels=("namespace", "tenant", "model"), texts=("tenant", "model"),
+    ),
     _counter("reserved", "Reservations given.", "writes", "reserved"),
     _counter("reserve_existed", "Reservations not needed, since the cache was there.", "writes", "existed"),
     _counter("reserve_refused", "Reservations refused, by error.", "writes", "reserves_refused", "*", labels=("code",)),
@@ -76,6 +146,14 @@ METRICS = (
     _counter("evicted_caches", "Caches evicted, by tier.", "evictions", "*", "caches", labels=("tier",)),
     _counter("evicted_bytes", "Bytes of records evicted, by tier.", "evictions", "*", "record_bytes", labels=("tier",)),
     _counter("evicted_lost", "Evicted caches that no other tier held.", "evictions", "*", "lost", labels=("tier",)),
+    _counter(
+        "evicted_groups_for", "Groups evicted, by tier and by what room was made for.",
+        "evictions", "*", "groups_for", "*", labels=("tier", "reason"),
+    ),
+    MetricSpec(
+        "kvservice_eviction_age_seconds", "Seconds from a group's last use, or its storing, to its eviction.",
+        ("evictions", "*", "age_s"), labels=("tier",), is_histogram=True,
+    ),
     _counter("folded", "Dense caches folded into mirrors.", "folds", "folded"),
     _counter("fold_kept", "Dense caches that no master was near enough to.", "folds", "kept"),
     _counter("fold_refused", "Mirrors that did not restore and were not published.", "folds", "refused"),
@@ -89,11 +167,14 @@ METRICS = (
     _gauge("leases", "Leases held.", "handles", "leases"),
     _counter("leases_granted", "Leases granted.", "handles", "leases_granted"),
     _counter("leases_expired", "Leases that ran out.", "handles", "leases_expired"),
+    _gauge("leased_caches", "Caches that leases hold, once a lease.", "handles", "leased_caches"),
     _gauge("reservations", "Reservations open.", "handles", "reservations"),
+    _gauge("stray_bytes", "Bytes that lost sessions had reserved and may still write.", "handles", "stray_bytes"),
     _gauge("ssd_capacity_bytes", "Size of the slab, 0 without one.", "ssd", "capacity_bytes"),
     _gauge("ssd_used_bytes", "Bytes taken on the slab, with footers and rounding.", "ssd", "used_bytes"),
     _gauge("ssd_physical_bytes", "Bytes that the slab takes on its file system.", "ssd", "physical_bytes"),
     _gauge("ssd_record_bytes", "Bytes of records on the slab.", "ssd", "record_bytes"),
+    _gauge("ssd_mirror_bytes", "Of these, bytes of mirrors.", "ssd", "mirror_bytes"),
     _gauge("ssd_caches", "Caches with a record on the slab.", "ssd", "caches"),
     _gauge("ssd_superseded", "Old forms of folded caches that wait for the new ones.", "ssd", "superseded"),
     _gauge("ssd_queue", "Caches that wait to be written to SSD.", "ssd", "queued"),
@@ -119,4 +200,6 @@ METRICS = (
     _gauge("recovered_records", "Records found on SSD at the start.", "recovery", "records"),
     _gauge("recovery_seconds", "Seconds that finding them took.", "recovery", "seconds"),
     _gauge("recovery_dropped", "Records not taken over at the start.", "recovery", "dropped", "*", labels=("reason",)),
-)
+    _gauge("request_log_segments", "Segments that the request log holds at most, 0: off.", "request_log", "capacity"),
+    _counter("request_log_noted", "Segments noted in the request log.", "request_log", "noted"),
+)  # fmt: skip

@@ -15,8 +15,8 @@ def print_stats(document: Mapping[str, Any], console: Console | None = None) -> 
 
 
 def stats_tables(document: Mapping[str, Any]) -> RenderableType:
-    """Tiers, lookups, health."""
-    return Group(_tiers(document), _lookups(document), _health(document))
+    """Tiers, lookups, tokens, health."""
+    return Group(_tiers(document), _lookups(document), _tokens(document), _health(document))
 
 
 def _tiers(document: Mapping[str, Any]) -> Table:
@@ -55,6 +55,16 @@ def _lookups(document: Mapping[str, Any]) -> Table:
     table.add_row(*(str(count) for count in (*counts, *rest)))
     if missed:
         table.caption = "missed: " + ", ".join(f"{reason} {count}" for reason, count in missed.items())
+    return table
+
+
+def _tokens(document: Mapping[str, Any]) -> Table:
+    accounting = document["accounting"]
+    table = Table("asked", *accounting["tokens"], title="Tokens")
+    table.add_row(str(accounting["asked_tokens"]), *(str(count) for count in accounting["tokens"].values()))
+    table.caption = (
+        f"{accounting['exact_ratio']:.1%} found exactly, {accounting['lossy_ratio']:.1%} more with an approximation"
+    )
     return table
 
 

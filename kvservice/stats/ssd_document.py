@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, TypedDict
 
 from kvservice.storage.admission import NotAdmitted
+from kvservice.storage.recovery_plan import Drop
 
 if TYPE_CHECKING:
     from kvservice.node import Node
@@ -11,8 +12,9 @@ if TYPE_CHECKING:
 class SsdDocument(TypedDict):
     """The SSD tier; all zero without one. ``used_bytes`` includes footers and rounding.
 
-    ``physical_bytes``: what the slab takes on its file system. ``superseded``: old forms of folded caches that wait for
-    the new ones. ``queued``: caches that wait to be written. ``quarantined_bytes``: places that are not used again.
+    ``mirror_bytes``: of ``record_bytes`` the mirrors'. ``physical_bytes``: what the slab takes on its file system.
+    ``superseded``: old forms of folded caches that wait for the new ones. ``queued``: caches that wait to be written.
+    ``quarantined_bytes``: places that are not used again.
     """
 
     is_open: bool
@@ -20,6 +22,7 @@ class SsdDocument(TypedDict):
     used_bytes: int
     physical_bytes: int
     record_bytes: int
+    mirror_bytes: int
     caches: int
     superseded: int
     queued: int
@@ -80,6 +83,7 @@ def ssd_document(node: "Node") -> SsdDocument:
         "used_bytes": 0 if ssd is None else ssd.slab.used_bytes,
         "physical_bytes": 0 if ssd is None else ssd.slab.physical_bytes(),
         "record_bytes": totals.ssd_bytes,
+        "mirror_bytes": totals.ssd_mirror_bytes,
         "caches": totals.ssd_caches,
         "superseded": len(node.catalog.superseded),
         "queued": 0 if ssd is None else len(ssd.queue),
@@ -130,12 +134,13 @@ def integrity_document(node: "Node") -> IntegrityDocument:
 def recovery_document(node: "Node") -> RecoveryDocument:
     """How the last start went."""
     if node.ssd is None:
-        return {"kind": "none", "records": 0, "record_bytes": 0, "seconds": 0.0, "dropped": {}}
+        dropped = {reason.value: 0 for reason in Drop}
+        return {"kind": "none", "records": 0, "record_bytes": 0, "seconds": 0.0, "dropped": dropped}
     report = node.ssd.opened.report
     return {
         "kind": report.kind.value,
         "records": report.records,
         "record_bytes": report.record_bytes,
         "seconds": round(report.seconds, 6),
-        "dropped": {reason.value: count for reason, count in report.dropped.items()},
+        "dropped": {reason.value: report.dropped.get(reason, 0) for reason in Drop},
     }

@@ -33,6 +33,7 @@ from kvservice.storage.host_tier import HostTier
 from kvservice.storage.record import RecordReader, RecordWriter, master_layout, mirror_layout
 from kvservice.wire.v1 import cache_pb2 as wire
 from kvservice.worker import InlineWorker, Worker
+from tests.server.accounts import check_accounts
 
 T = TypeVar("T")
 Planes = list[list[npt.NDArray[Any]]]
@@ -468,5 +469,4 @@ def _check_handles(node: Node) -> None:
     assert all(one.is_abandoned for id_, one in reservations.items() if id_ not in open_ones)
     pending = {(space.namespace, *key) for space in node.catalog.spaces.values() for key in space.pending}
     assert pending == {(one.space.namespace, one.key.segment, one.key.context) for one in reservations.values()}
-    asked = node.counters.lookups
-    assert asked.asked == asked.exact + asked.refreshed + asked.shifted + sum(asked.misses)
+    check_accounts(node)

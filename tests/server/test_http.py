@@ -46,10 +46,20 @@ def test_stats_and_metrics_tell_the_same(port: int) -> None:
     document = json.loads(get(port, "/stats"))
     families = {family.name: family for family in text_string_to_metric_families(get(port, "/metrics"))}
     for spec in METRICS:
-        if spec.name == "kvservice_uptime_seconds":
+        found = families[spec.name.removesuffix("_total")]
+        assert found.type == spec.kind
+        if spec.name == "kvservice_uptime_seconds" or spec.is_histogram:
             continue
-        samples = {tuple(one.labels.values()): one.value for one in families[spec.name.removesuffix("_total")].samples}
+        samples = {tuple(one.labels[label] for label in spec.labels): one.value for one in found.samples}
         assert samples == dict(spec.samples(document)), spec.name
+
+
+def test_ages_of_what_is_evicted_are_a_histogram(port: int) -> None:
+    families = {family.name: family for family in text_string_to_metric_families(get(port, "/metrics"))}
+    samples = families["kvservice_eviction_age_seconds"].samples
+    assert {one.name.rpartition("_")[2] for one in samples} == {"bucket", "count", "sum"}
+    assert {one.labels["tier"] for one in samples} == {"host", "ssd"}
+    assert {"1", "604800", "+Inf"} <= {one.labels["le"] for one in samples if "le" in one.labels}
 
 
 def test_unknown_paths_are_not_found(port: int) -> None:
@@ -63,6 +73,8 @@ def test_the_stats_command_prints_tiers_lookups_and_the_last_start(
     assert main(["stats", "--http", f"127.0.0.1:{port}"]) == 0
     printed = capsys.readouterr().out
     for words in ("Tiers", "host", "Segments", "in memory", "on SSD", "no SSD tier", "quarantined"):
+        assert words in printed
+    for words in ("Tokens", "remote", "0.0% found exactly"):
         assert words in printed
     assert main(["stats", "--http", f"127.0.0.1:{port}", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["recovery"]["kind"] == "none"

@@ -83,7 +83,7 @@ async def test_a_master_with_a_nan_or_an_infinity_is_refused_and_freed(dtype: st
     assert "layer 2" in outcome.error.message
     assert world.is_empty_handed()
     assert world.node.tier.used_bytes == 0
-    assert world.node.counters.commits_refused == {"NON_FINITE": 1}
+    assert +world.node.counters.commits_refused == {"NON_FINITE": 1}
 
 
 @pytest.mark.parametrize("dtype", LARGEST)

@@ -18,7 +18,7 @@ WORDS: dict[str, Any] = {
         "round": "r7",
         "agent": "ada",
         "segments": [["shared", 100], ["private", 100]],
-        "modes": {"shared": {"mode": "reuse", "selector": "hkvd", "ratio": 0.05}},
+        "modes": {"shared": "exact"},
     }
 }
 WRONG = {"kvservice": {"segments": [["shared", 100], ["private", 101]]}}
@@ -83,7 +83,7 @@ def test_a_second_process_loads_up_to_the_boundary_and_not_what_is_off(
 
 
 @pytest.mark.slow
-def test_the_request_of_the_page_works(smollm2_model: Path, service: ServiceProcess, tmp_path: Path) -> None:
+def test_the_page_and_the_debate_do_what_they_say(smollm2_model: Path, service: ServiceProcess, tmp_path: Path) -> None:
     page = (ROOT / "deploy/vllm.md").read_text().partition("## Rounds")[2]
     found = re.search(r"<<'END'\n(.*?)\nEND\n", page, re.DOTALL)
     assert found is not None
@@ -91,20 +91,30 @@ def test_the_request_of_the_page_works(smollm2_model: Path, service: ServiceProc
     script = script.replace("from_pretrained(model)", f"from_pretrained({str(smollm2_model)!r})")
     with running_server(smollm2_model, service, tmp_path / "server.log") as server:
         port = server._url.rpartition(":")[2]
-        done = subprocess.run(
-            [sys.executable, "-c", script.replace("127.0.0.1:8000", f"127.0.0.1:{port}")],
-            capture_output=True,
-            text=True,
-            check=False,
-            env=environment(),
-            timeout=240,
-            cwd=tmp_path,
-        )
-        assert done.returncode == 0, done.stderr[-2000:]
-        assert settled(server, "chunks_saved") > 0
-        assert server.metric("round_params_refused") == 0
-    said = done.stdout.strip().splitlines()
-    assert [line.split()[0] for line in said] == ["ada", "bob"], "no notes"
-    words = re.search(r"```json\n(.*)\n", page)
-    assert words is not None
-    assert repr(json.loads(words[1])) in said[0], "the page shows what is sent"
+        said = _run(["-c", script.replace("127.0.0.1:8000", f"127.0.0.1:{port}")], tmp_path)
+        assert [line.split()[0] for line in said] == ["ada", "bob"], "no notes"
+        sent, answered = re.findall(r"```json\n(.*)\n", page)[:2]
+        assert repr(json.loads(sent)) in said[0], "the page shows what is sent"
+        assert repr(json.loads(answered)) in said[1], "and what is answered"
+        assert settled(server, "mirrors_saved") == 2
+        debate = [str(ROOT / "deploy/debate.py"), "--model", "smol", "--tokenizer", str(smollm2_model)]
+        debate += ["--url", server._url, "--agents", "3", "--rounds", "2", "--tokens", "32"]
+        rounds = _run(debate, tmp_path)[1:]
+        assert [re.search(r" (\d+) rows restored, (\d+) of them", line) is not None for line in rounds] == [True] * 2
+        assert " 0 rows restored" not in rounds[1]
+        assert server.metric("round_params_refused") == server.metric("passes_failed") == 0
+
+
+def _run(arguments: list[str], folder: Path) -> list[str]:
+    """The lines that a script prints."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment(),
+        timeout=240,
+        cwd=folder,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.strip().splitlines()
