@@ -109,13 +109,14 @@ class Leg:
         return {"agreed": agreed}
 
     def words(self, one: Mapping[str, Any], number: int, more: int = 0) -> list[dict[str, Any]]:
-        """What each request says. ``more``: tokens at its end that the round's own prompt has not."""
+        """What each request says. ``more``: tokens at its end that the round's own prompt has not; these, and the
+        question before them, are then computed whatever is stored."""
         found = []
         for agent, segments in zip(one["agents"], one["segments"], strict=True):
             (kind, tokens), *_ = reversed(segments)
-            said: dict[str, Any] = {
-                "segments": [*segments[:-1], [kind, tokens + more]], "modes": {"shared": self.spec["mode"]},
-            }  # fmt: skip
+            last = ["tool", tokens + more] if more else [kind, tokens]
+            modes = {"shared": self.spec["mode"]} | ({"tool": "off"} if more else {})
+            said: dict[str, Any] = {"segments": [*segments[:-1], last], "modes": modes}
             if self.spec["name"] != "one by one":
                 name = f"round {number}{' scored' if more else ''}"
                 said |= {"round": name, "agent": agent, "expect": len(one["agents"])}
@@ -209,19 +210,22 @@ def run_leg(spec: Mapping[str, Any], threads: int, folder: Path) -> dict[str, An
 
 def measure(model: Path, options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     """Figures of every leg, one of each a repetition; each repetition has a store of its own."""
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in LEGS}
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in options.legs}
     said: list[dict[str, Any]] = []
     base = {"model": str(model), "agents": options.agents, "rounds": options.rounds, "mode": options.mode}
     for _ in range(options.repetitions):
         folder, other = (Path(tempfile.mkdtemp(prefix="kvb-", dir="/tmp")) for _ in range(2))
         try:
             with kvservice(folder) as ours, kvservice(other) as theirs:
+                if not said:  # in an engine of its own: it leaves prompts in the engine's cache
+                    spec = base | {"name": "full", "transfer": None, "rounds_said": []}
+                    said = run_leg(spec, options.threads, folder)["said"]
+                for one in (ours, theirs):
+                    one["kv_connector_extra_config"] |= options.options
                 transfers = {"full": None, "collective": ours, "one by one": theirs, "restored": ours}
-                for name in LEGS:
+                for name in options.legs:
                     spec = base | {"name": name, "transfer": transfers[name], "rounds_said": said}
-                    figures = run_leg(spec, options.threads, folder)
-                    said = said or figures["said"]
-                    found[name].append(figures | {"said": None})
+                    found[name].append(run_leg(spec, options.threads, folder) | {"said": None})
         finally:
             shutil.rmtree(folder)
             shutil.rmtree(other)
@@ -232,7 +236,7 @@ def report(found: Mapping[str, Sequence[Mapping[str, Any]]], agents: int) -> dic
     """A table; ratios are of the same round in the same repetition."""
     summary: dict[str, Any] = {}
     base = [one["seconds"] for run in found["full"] for one in run["rounds"]]
-    for name in LEGS:
+    for name in found:
         rounds = [one for run in found[name] for one in run["rounds"]]
         ratios = [full / one["seconds"] for one, full in zip(rounds, base, strict=True)]
         leaders = [sum(one["counts"].get("members_leading", 0) for one in rounds)]
@@ -272,6 +276,8 @@ def main() -> int:
     parser.add_argument("--repetitions", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2, help="of the engine's matrix products")
     parser.add_argument("--mode", type=json.loads, default=DEFAULT_MODE, help="how shared segments are reused, as JSON")
+    parser.add_argument("--options", type=json.loads, default={}, help="of the connector besides, as JSON")
+    parser.add_argument("--legs", nargs="+", default=list(LEGS), choices=LEGS)
     parser.add_argument("--leg", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.leg:

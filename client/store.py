@@ -7,7 +7,7 @@ whole and stays; the same call made again finds it EXISTS.
 """
 
 import enum
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -17,7 +17,7 @@ from kvservice.client.plans import PromptPlan
 from kvservice.client.restore import Progress, RecordBook
 from kvservice.client.rounds import RoundPrompt
 from kvservice.client.session import Session
-from kvservice.client.store_draft import Draft
+from kvservice.client.store_draft import Diff, Draft
 from kvservice.model.cache import CacheMeta
 from kvservice.model.errors import InvalidInputError, KVServiceError, MasterGoneError, SlotError, error_from_code
 from kvservice.model.identity import Identity, Namespace
@@ -81,7 +81,8 @@ class StoreRequest:
     ``base``: what a lookup found for the prompt; its lease must be held. Segments found there under their own key are
     not stored again, those found under another are compared with its master. ``is_refreshed``: the prompt was not
     computed in full, so what follows its first shared segment is stored under the refreshed context.
-    ``segments``: indices to store; None: all.
+    ``segments``: indices to store; None: all. ``diffs``: by index, how segments differ from the dense cache that the
+    base found for them, where that is known: nothing is compared then, and their rows need no slots.
     """
 
     prompt: RoundPrompt
@@ -89,6 +90,7 @@ class StoreRequest:
     base: PromptPlan | None = None
     is_refreshed: bool = False
     segments: Sequence[int] | None = None
+    diffs: Mapping[int, Diff] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -105,6 +107,7 @@ class _Item:
     written: WrittenRecord | None = None
     generation: int = 0
     record_bytes: int = 0
+    is_known: bool = False
 
     def settle(self, outcome: StoreOutcome, error: KVServiceError | None = None) -> None:
         self.outcome, self.error, self.reservation = outcome, error, None
@@ -141,15 +144,20 @@ class StoreCall:
             taken.add(meta.key)
             segment = request.prompt.segments[index]
             rows = slots[segment.position : segment.end]
-            if (rows < 0).any():
+            known = request.diffs.get(index)
+            if known is None and (rows < 0).any():
                 raise SlotError(f"segment {index} at position {segment.position}: a row to store has no slot (-1)")
-            item.draft = Draft(meta, rows, _base(request.base, index, book, self.identity, meta))
+            item.draft = Draft(meta, rows, _base(request.base, index, book, self.identity, meta), known)
+            if known is not None:
+                item.is_known = True
+                _check_known(item.draft, index)
 
     def run(self, leases: Iterable[PromptPlan]) -> None:
         """Compare, reserve, write, commit. On any error what is not published is given back."""
         for item in self._drafts():
             assert item.draft is not None
-            item.draft.find_diff(self.memory, layer_rotations(self.identity))
+            if not item.is_known:
+                item.draft.find_diff(self.memory, layer_rotations(self.identity))
         for plan in leases:
             self.session.check_lease(plan.plan.lease)  # diffs read after a lease was lost must not count
         try:
@@ -172,7 +180,7 @@ class StoreCall:
 
     def _take_back_orphans(self) -> Sequence[_Item]:
         """Mirrors refused because their master is gone, drafts again, dense now: they cannot be refused so twice."""
-        orphans = [item for item in self.items if isinstance(item.error, MasterGoneError)]
+        orphans = [item for item in self.items if isinstance(item.error, MasterGoneError) and not item.is_known]
         for item in orphans:
             assert item.draft is not None
             item.outcome = item.error = item.draft.base = item.draft.diff = None
@@ -298,6 +306,16 @@ def _base(
     master = book.open_master(base, planned)
     is_reachable = not identity.pinned_reason or master.meta.position == meta.position
     return master if is_reachable and master.meta.tokens == meta.tokens else None
+
+
+def _check_known(draft: Draft, index: int) -> None:
+    """Raise InvalidInputError unless a known difference is one from a dense cache that the base holds."""
+    if draft.base is None:
+        raise InvalidInputError(f"segment {index}: a known difference, but the base holds no cache that it is from")
+    assert draft.diff is not None
+    counts = {len(draft.diff.runs), len(draft.diff.rows), draft.meta.geometry.layers}
+    if len(counts) > 1:
+        raise InvalidInputError(f"segment {index}: a difference of {sorted(counts)} layers; give runs and rows of all")
 
 
 def _reserve_item(item: _Item) -> wire.ReserveItem:

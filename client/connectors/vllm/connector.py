@@ -81,7 +81,7 @@ class KVServiceConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is n
             ExtrasReader(self._options.adapters),
             self.counts,
             self._reuse_refusal(model),
-            check_layer_of(model.identity.geometry.layers),
+            self._options.check_layer or check_layer_of(model.identity.geometry.layers),
         )
         if self._kv_transfer_config.kv_load_failure_policy != "recompute":
             log.warning(
@@ -104,7 +104,7 @@ class KVServiceConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is n
     def _reuse_refusal(self, model: EngineModel) -> str:
         if not self._options.reuse:
             return 'it is turned off ("reuse": false)'
-        return engine_refusal(self._vllm_config, model.identity)
+        return engine_refusal(self._vllm_config, model.identity, self._options.check_layer)
 
     def _build_worker(self, model: EngineModel, block_size: int) -> WorkerSide:
         rank, identity = model.rank, model.identity

@@ -53,6 +53,10 @@ class ConnectorOptions:
         default=True,
         metadata=why("reuse segments at other positions for requests that ask so; false: exact reuse for them too"),
     )
+    check_layer: int = field(
+        default=0,
+        metadata=why("layer at which fresh rows are compared with restored ones; left out: an eighth of the layers"),
+    )
     is_deterministic: bool = field(
         default=False,
         metadata=why("refresh prompt by prompt inside every layer: the same bits whoever shares a round's pass"),

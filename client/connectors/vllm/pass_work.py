@@ -5,6 +5,7 @@ Loads numba through the kernels: imported when the first pass begins, after the 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import torch
@@ -20,8 +21,10 @@ from kvservice.client.reuse.kinds import ByKind
 from kvservice.client.reuse.refresh import Prompt
 from kvservice.client.reuse.rows import PromptRows, RowClass, Span, classify
 from kvservice.client.session import Session
-from kvservice.client.store import StoreRequest
 from kvservice.model.plan import Match
+
+KNOWN_PART_MAX: Final = 0.4
+"""A segment with a larger part of its rows refreshed may have to be stored whole: all of them are needed then."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -71,24 +74,39 @@ class PromptWork:
                 spans.append(Span(start, end - start, row_class))
         return classify(self.end, spans, load.start)
 
-    def stored(self, plan: PromptPlan) -> list[int]:
-        """Indices of the segments that the pass has made: whole, and not merely restored as they were."""
+    def makes(self, plan: PromptPlan, picked: Tensor) -> list["Made"]:
+        """The segments that the pass has made: whole, and not merely restored as they were. ``picked``: positions."""
         prompt = self.order.prompt
-        return [
-            index
-            for index in range(prompt.first_shared, len(prompt.segments))
-            if prompt.segments[index].position >= self.order.load.start
-            and prompt.segments[index].end <= self.end
-            and plan.plan.segments[index].match not in (Match.EXACT, Match.REFRESHED)
-        ]
-
-    def snapshot_slots(self, indices: Sequence[int]) -> Slots:
-        """Int64 ``[prompt tokens]``: the rows of these segments; -1 elsewhere."""
-        found = np.full(self.order.prompt.token_count, -1, np.int64)
-        for index in indices:
-            segment = self.order.prompt.segments[index]
-            found[segment.position : segment.end] = self.slots[segment.position : segment.end]
+        found = []
+        for index in range(prompt.first_shared, len(prompt.segments)):
+            segment, planned = prompt.segments[index], plan.plan.segments[index]
+            is_whole = segment.position >= self.order.load.start and segment.end <= self.end
+            if not is_whole or planned.match in (Match.EXACT, Match.REFRESHED):
+                continue
+            inside = picked[(picked >= segment.position) & (picked < segment.end)] - segment.position
+            is_small = len(inside) <= KNOWN_PART_MAX * len(segment.tokens)
+            is_known = planned.match is Match.SHIFTED and planned.master is None and is_small
+            found.append(Made(index, inside.numpy() if is_known else None))
         return found
+
+    def snapshot_slots(self, makes: Sequence["Made"]) -> Slots:
+        """Int64 ``[prompt tokens]``: the rows of these segments that a store needs; -1 elsewhere."""
+        found = np.full(self.order.prompt.token_count, -1, np.int64)
+        for made in makes:
+            segment = self.order.prompt.segments[made.index]
+            rows = np.arange(len(segment.tokens)) if made.rows is None else made.rows
+            found[segment.position + rows] = self.slots[segment.position + rows]
+        return found
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Made:
+    """Segment ``index`` of a prompt. ``rows``: those that differ from the dense cache it was restored from, int64,
+    rising; None if all are needed to tell.
+    """
+
+    index: int
+    rows: Slots | None
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -126,17 +144,10 @@ class PassWork:
         together = zip(self.prompts, self.plans, exact_ends, strict=True)
         return [one.member(plan, exact_end) for one, plan, exact_end in together]
 
-    def stores(self) -> list[list[int]]:
-        """Per prompt the segments that the pass makes and that are to be stored."""
-        return [one.stored(plan) for one, plan in zip(self.prompts, self.plans, strict=True)]
-
-    def requests(self, stores: Sequence[Sequence[int]], slots: Sequence[Slots]) -> list[StoreRequest]:
-        """What to store, from a snapshot with these slots."""
-        together = zip(self.prompts, self.plans, stores, slots, strict=True)
-        return [
-            StoreRequest(one.order.prompt, place, base=plan, is_refreshed=True, segments=indices)
-            for one, plan, indices, place in together
-        ]
+    def makes(self, picked: Sequence[Tensor]) -> list[list[Made]]:
+        """Per prompt the segments that the pass has made and that are to be stored."""
+        together = zip(self.prompts, self.plans, picked, strict=True)
+        return [one.makes(plan, rows) for one, plan, rows in together]
 
 
 def row_counts(members: Sequence[Member], picked: Sequence[Tensor]) -> tuple[int, int, int]:

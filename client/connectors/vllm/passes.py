@@ -30,7 +30,7 @@ from kvservice.model.errors import KVServiceError, UnavailableError
 from kvservice.model.identity import Identity
 
 if TYPE_CHECKING:
-    from kvservice.client.connectors.vllm.pass_work import PassWork
+    from kvservice.client.connectors.vllm.pass_work import Made, PassWork
     from kvservice.client.connectors.vllm.snapshot import Snapshot
     from kvservice.client.paged import PagedMemory
     from kvservice.client.reuse.collective import Member
@@ -83,7 +83,7 @@ class _Pass:
     members: "list[Member]" = field(default_factory=list)
     layer: int | None = None
     snapshot: "Snapshot | None" = None
-    stores: list[list[int]] = field(default_factory=list)
+    makes: "list[list[Made]]" = field(default_factory=list)
 
     @property
     def is_ready(self) -> bool:
@@ -283,12 +283,12 @@ class Passes:
         self._counts.add("rows_restored", restored)
         self._counts.add("rows_refreshed", refreshed)
         self._counts.add("rows_computed", computed)
-        one.stores = one.work.stores()
-        if any(one.stores) and self._link.breaker.state is not BreakerState.OPEN:
-            slots = [prompt.snapshot_slots(own) for prompt, own in zip(one.work.prompts, one.stores, strict=True)]
+        one.makes = one.work.makes([result.picked for result in done])
+        if any(one.makes) and self._link.breaker.state is not BreakerState.OPEN:
+            slots = [prompt.snapshot_slots(own) for prompt, own in zip(one.work.prompts, one.makes, strict=True)]
             one.snapshot = Snapshot.begin(self._paged, self._identity, slots, self._staging)
             if one.snapshot is None:
-                self._counts.add("saves_no_room", sum(map(len, one.stores)))
+                self._counts.add("saves_no_room", sum(map(len, one.makes)))
         if one.snapshot is None:
             self._finish(one)
 
@@ -367,10 +367,10 @@ class Passes:
 
         try:
             with self._link.session() as session:
-                store_pass(session, self._identity, work, one.stores, snapshot, self._counts)
+                store_pass(session, self._identity, work, one.makes, snapshot, self._counts)
         except KVServiceError as error:
             log.info("kvservice: a round's mirrors were not stored: %s", error)
-            self._counts.add("saves_dropped", sum(map(len, one.stores)))
+            self._counts.add("saves_dropped", sum(map(len, one.makes)))
         except Exception:  # a thread's top: the next pass may do better
             log.exception("kvservice: a round's mirrors were not stored")
             self._counts.add("hook_errors")

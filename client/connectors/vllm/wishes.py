@@ -45,8 +45,11 @@ class ReuseWish:
         return self.prompt.policy.provenance.encode()
 
 
-def engine_refusal(config: Any, identity: Identity) -> str:
-    """Why an engine cannot refresh KV, in one line; empty if nothing is known against it. ``config``: vLLM's."""
+def engine_refusal(config: Any, identity: Identity, check_layer: int = 0) -> str:
+    """Why an engine cannot refresh KV, in one line; empty if nothing is known against it. ``config``: vLLM's.
+
+    ``check_layer``: as the user set it; 0: not at all.
+    """
     parallel = config.parallel_config
     if int(parallel.tensor_parallel_size) > 1:
         return "tensor parallelism: every rank would pick rows by its own heads"
@@ -56,8 +59,8 @@ def engine_refusal(config: Any, identity: Identity) -> str:
         return "speculative decoding: a drafter would miss the refreshed rows"
     if identity.pinned_reason:
         return f"its KV cannot be moved: {identity.pinned_reason}"
-    if identity.geometry.layers <= CHECK_LAYER:
-        return f"a model of {identity.geometry.layers} layers has no layer to check deviations at"
+    if identity.geometry.layers <= max(check_layer, CHECK_LAYER):
+        return f"a model of {identity.geometry.layers} layers has no layer {max(check_layer, CHECK_LAYER)} to check at"
     return ""
 
 
