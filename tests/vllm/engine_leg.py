@@ -74,7 +74,14 @@ def _run(llm: Any, prompts: list[list[int] | str], words: list[Any] | None, leg:
     def params_of(words: dict[str, Any] | None) -> Any:
         extra = None if words is None else {"kv_transfer_params": words}
         tokens = leg.get("max_tokens", 16)
-        return SamplingParams(temperature=0, ignore_eos=True, detokenize=False, max_tokens=tokens, extra_args=extra)
+        return SamplingParams(
+            temperature=0,
+            ignore_eos=True,
+            detokenize=False,
+            max_tokens=tokens,
+            stop_token_ids=leg.get("stop"),
+            extra_args=extra,
+        )
 
     params = [params_of(said) for said in words or [None] * len(prompts)]
     asked = [prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt} for prompt in prompts]

@@ -138,6 +138,32 @@ def test_one_that_never_comes_is_waited_for_no_longer_than_said(
     assert (result.counts["members_leading"], result.counts["passes"]) == (1, 1)
 
 
+def test_what_an_agent_has_said_is_a_segment_of_later_prompts(
+    tiny_model: Path, service: ServiceProcess, plain: list[list[int]]
+) -> None:
+    speaker, opening, said = PROMPTS[0], 4, 12
+    words = {"segments": [["private", len(speaker)]], "opening": opening, "modes": {"shared": NONE}}
+    connector = {"address": service.address, "chunk_tokens": 64, "tenant": "outputs"}
+    first = run_leg(
+        tiny_model,
+        rounds=[[speaker], [PROMPTS[1]]],  # in one process nothing is stepped, hence copied, before the next request
+        round_words=[[{"kvservice": words}], [None]],
+        stop=[plain[0][said]],
+        connector=connector,
+        engine=ENGINE,
+    )
+    output = first.tokens[0][:-1]
+    assert output == plain[0][: len(output)]
+    segment = [*speaker[-opening:], *output]
+    reader = [*PROMPTS[1][:90], *segment, *PROMPTS[1][:9]]
+    parts = [["private", 90], ["shared", len(segment)], ["private", 9]]
+    asked = {"kvservice": {"segments": parts, "modes": {"shared": NONE}}}
+    second = run_leg(tiny_model, [reader], words=[asked], connector=connector, engine=ENGINE)
+    assert second.counts["members_reusing"] == 1
+    assert second.counts["rows_restored"] == len(segment) + 64, "the segment, and a chunk of the exact history"
+    assert first.leases == second.leases == first.counts["hook_errors"] == second.counts["hook_errors"] == 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("plugins", ["all", "none"])
 def test_in_an_engine_of_several_processes_the_model_is_found_with_and_without_the_plugin(
