@@ -37,6 +37,7 @@ from kvservice.planning.measuring import curves_of, plan_of
 from kvservice.rpc import add_to_server
 from kvservice.stats.document import NodeDocument
 from kvservice.stats.explain_http import add_explain
+from kvservice.stats.host_check import host_check
 from kvservice.stats.http import Answer, build_http
 from kvservice.stats.log_http import add_log
 from kvservice.wire.v1 import cache_pb2
@@ -59,14 +60,15 @@ class Addresses:
     http_port: int
 
 
-def build_application(node: Node) -> web.Application:
-    """All that a node answers over HTTP: its numbers, and the page that shows them."""
+def build_application(node: Node, host: str = "127.0.0.1") -> web.Application:
+    """All that a node answers over HTTP at ``host``: its numbers, and the page that shows them."""
     answers: dict[str, Answer] = {
         "/plan": partial(plan_of, node),
         "/curves": partial(curves_of, node),
         "/families": partial(families_of, node),
     }
     application = build_http(node.stats_document, answers)
+    application.middlewares.append(host_check(host))
     add_explain(application, node)
     add_log(application, node)
     add_page(application)
@@ -136,7 +138,7 @@ class NodeServers:
     async def _start_http(self) -> int:
         if self._settings.http_port < 0:
             return 0
-        self._http = web.AppRunner(build_application(self._node), access_log=None)
+        self._http = web.AppRunner(build_application(self._node, self._settings.host), access_log=None)
         await self._http.setup()
         site = web.TCPSite(self._http, self._settings.host, self._settings.http_port)
         await site.start()

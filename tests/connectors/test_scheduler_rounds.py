@@ -235,6 +235,14 @@ def test_a_leader_that_is_aborted_or_too_slow_is_not_waited_for(make_world: Make
     assert slow.settle_round(requests[1:]) == [(0, False)] * 2
 
 
+def test_a_member_that_is_served_without_an_answer_does_not_lead(world: World) -> None:
+    requests = [world.agent(index) for index in range(3)]
+    tracked = world.side._tracked[requests[0].request_id]
+    tracked.is_late = True
+    assert world.settle_round(requests[:1]) == [(0, False)]
+    assert world.settle_round(requests[1:]) == [(0, False), (None, False)], "the next shortest leads"
+
+
 def test_an_agent_that_leaves_before_its_round_is_complete_is_not_waited_for(world: World) -> None:
     requests = [world.agent(index) for index in range(2)]
     world.settle_round(requests)

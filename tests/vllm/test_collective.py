@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.legs import Prompts, Result, ServiceProcess, run_leg, running_service
+from tests.vllm.legs import Prompts, Result, ServiceProcess, run_leg, running_service, with_ssd
 
 ENGINE: dict[str, Any] = {"dtype": "float32"}
 HISTORIES, SHARED, TAIL = (126, 173, 64, 231), (105, 98, 110), 9
@@ -111,6 +111,16 @@ def test_mirrors_are_small_and_another_process_restores_them_exactly(tiny_model:
     assert second.counts["members_reusing"] == 4
     assert second.counts["rows_refreshed"] == 0
     assert second.counts["mirrors_saved"] == 0
+
+
+def test_a_round_outlives_its_service_on_ssd(tiny_model: Path, tmp_path: Path) -> None:
+    with running_service(*with_ssd(tmp_path)) as service:
+        first = run(tiny_model, service, "ssd", [words_of(SOME)])
+        service.restart()
+        second = run(tiny_model, service, "ssd", [words_of(SOME)])
+    assert second.tokens == first.tokens
+    assert (second.counts["members_reusing"], second.counts["passes_failed"]) == (4, 0)
+    assert second.counts["rows_refreshed"] == 0
 
 
 def test_a_pass_that_fails_costs_time_and_no_token(

@@ -102,6 +102,13 @@ class Rounds:
         self._let_go(member)
         member.stage, member.is_judged_alone, member.saves = Stage.STALE, True, None
 
+    def drop_out(self, member: Member) -> None:
+        """It is computed without having been asked for its role: nobody may wait for it as their leader."""
+        if member.stage is not Stage.DECIDED:
+            self._leave_gate(member)
+            self._let_go(member)
+            self._decide(member, Role.COMPUTE)
+
     def refuse(self, member: Member) -> None:
         """Its pass failed: it is computed."""
         self._let_go(member)

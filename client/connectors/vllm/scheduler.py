@@ -136,6 +136,8 @@ class SchedulerSide:
         self._begin_life(tracked)
         tracked.local, tracked.seen_s = local, self._clock()
         if tracked.is_refused or tracked.is_late or self._refusal:
+            if tracked.member is not None:
+                self._rounds.drop_out(tracked.member)
             return 0, False
         ticket = tracked.ticket
         if ticket is not None and ticket.answer is not None and not self._lookups.is_good(ticket):
