@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvservice.app import Service
-from kvservice.client.connectors.breaker import Breaker
+from kvservice.client.connectors.breaker import Breaker, BreakerState
 from kvservice.client.connectors.vllm.chunks import ChunkChain
 from kvservice.client.connectors.vllm.link import Link
 from kvservice.client.connectors.vllm.loads import Loads
@@ -316,6 +316,14 @@ def test_slices_end_after_a_layer_when_there_is_no_time(world: World) -> None:
             break
     assert max(seen) == 1
     assert sum(seen) == GEOMETRY.layers
+
+
+def test_passes_that_succeed_are_heard_of_by_the_breaker(world: World) -> None:
+    for index in range(4):
+        world.engine.fails_at = None
+        world.run(world.order(index % 2, first_block=0))
+        world.link.breaker.failed()  # one of two in a row
+    assert world.link.breaker.state is not BreakerState.OPEN
 
 
 def test_without_a_service_a_pass_fails_at_once(service: Service, request: pytest.FixtureRequest) -> None:

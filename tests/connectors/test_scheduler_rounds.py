@@ -18,6 +18,7 @@ from kvservice.client.connectors.vllm.metrics import Counts
 from kvservice.client.connectors.vllm.options import ConnectorOptions
 from kvservice.client.connectors.vllm.request_extras import ExtrasReader
 from kvservice.client.connectors.vllm.requests import ChainMaker
+from kvservice.client.connectors.vllm.rounds import STORING_S
 from kvservice.client.connectors.vllm.saves import Saves
 from kvservice.client.connectors.vllm.scheduler import LEASE_IDLE_S, SchedulerSide
 from kvservice.client.round_request import RoundRequest
@@ -226,7 +227,9 @@ def test_a_leader_that_is_aborted_or_too_slow_is_not_waited_for(make_world: Make
     requests = [world.agent(index) for index in range(3)]
     world.settle_round(requests)
     world.side.ended(requests[0])
-    assert world.settle_round(requests[1:]) == [(0, False)] * 2, "nothing was stored: each computes"
+    assert world.settle_round(requests[1:]) == [(0, False), (None, False)], "nothing was stored: the next one leads"
+    world.lead(requests[1])
+    assert world.settle_round(requests[2:]) == [(43, True)], "and what the first one never stored is stored by it"
     slow = make_world(leader_wait_s=5.0)
     requests = [slow.agent(index) for index in range(3)]
     slow.settle_round(requests)
@@ -241,6 +244,59 @@ def test_a_member_that_is_served_without_an_answer_does_not_lead(world: World) -
     tracked.is_late = True
     assert world.settle_round(requests[:1]) == [(0, False)]
     assert world.settle_round(requests[1:]) == [(0, False), (None, False)], "the next shortest leads"
+
+
+def test_a_member_that_the_engine_never_asked_about_does_not_lead(world: World) -> None:
+    requests = [world.agent(index) for index in range(3)]
+    world.allocate(requests[0], 0)
+    assert world.settle_round(requests[1:]) == [(0, False), (None, False)]
+
+
+def test_a_judge_of_the_round_is_not_waited_for(world: World) -> None:
+    world.agent(3, expect=4, modes={"shared": "exact"})
+    salted = FakeRequest("salted", prompt_of([1] * 12), kv_transfer_params=words(12, agent="salted", expect=4))
+    salted.cache_salt = "mine"
+    world.side.on_new_request(salted)
+    first, second = world.agent(0, expect=4), world.agent(1, expect=4)
+    assert world.settle_round([first, second]) == [(0, False), (None, False)]
+
+
+def test_what_does_not_fit_is_stored_by_who_computes_it_alone(world: World) -> None:
+    requests = [world.agent(index) for index in range(3)]
+    world.settle_round(requests)
+    world.lead(requests[0])
+    turned = SHARED[::-1]
+    other = world.agent(7, expect=0, shared=turned)
+    assert world.settle_round([other]) == [(0, False)]
+    world.clock.now_s += STORING_S
+    again = world.agent(8, expect=0, shared=turned)
+    assert world.settle_round([again]) == [(0, False)]
+    world.lead(again)
+    assert world.settle_round([world.agent(9, expect=0, shared=turned)]) == [(38 + 26, True)]
+
+
+def test_a_reset_leaves_refreshed_blocks_refreshed(world: World) -> None:
+    request = world.agent(0)
+    world.settle_round([request])
+    assert world.side.reset()
+    world.chains.reset()
+    assert world.ask(request) == (0, False)
+    request.blocks = list(range(50, 80))
+    world.side.allocated(request, lambda: [request.blocks], 0)
+    saves = world.side.build_orders(step((request, 16, request.num_tokens - 16))).saves
+    assert [save.chunk.end for save in saves] == [8], "its blocks behind may hold refreshed KV for as long as it lives"
+
+
+def test_a_pass_under_way_keeps_what_it_was_promised(world: World) -> None:
+    requests = [world.agent(index) for index in range(3)]
+    world.settle_round(requests)
+    world.lead(requests[0])
+    world.settle_round(requests[1:2])
+    world.allocate(requests[1], 40)
+    world.clock.now_s += LEASE_IDLE_S + 1
+    world.side.build_orders(EMPTY)
+    assert requests[1].request_id in world.side._rounds._members
+    assert world.side._rounds._members[requests[1].request_id].ticket is not None
 
 
 def test_an_agent_that_leaves_before_its_round_is_complete_is_not_waited_for(world: World) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 from kvservice.model.segment import digest
 
 Hasher = Callable[[Any], list[bytes]]
+EXACT_END = "kvservice_exact_end"
+"""What a spliced request is marked with, for as long as it lives: where its exact rows end, in tokens."""
 
 
 def splice_block_hashes(request: Any, first_token: int, block_size: int, mark: bytes) -> None:
@@ -21,6 +23,7 @@ def splice_block_hashes(request: Any, first_token: int, block_size: int, mark: b
     ``block_size``: tokens of a hashed block. Without prefix caching there are no names, and nothing is done. To be
     called once a request, before the engine first looks for its blocks.
     """
+    setattr(request, EXACT_END, first_token)
     hasher: Hasher | None = request._block_hasher
     if hasher is None:
         return

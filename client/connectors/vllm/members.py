@@ -12,7 +12,7 @@ from kvservice.client.connectors.vllm.chunks import Chunk
 from kvservice.client.connectors.vllm.lookups import RoundTicket
 from kvservice.client.connectors.vllm.wishes import ReuseWish
 from kvservice.client.plans import PromptPlan
-from kvservice.client.reuse.leader import Role
+from kvservice.client.reuse.leader import AFFINITY_FULL, Role
 from kvservice.client.rounds import PartKind, RoundPrompt
 
 OUTPUT_TOKENS_MIN = 8
@@ -37,7 +37,7 @@ class Stage(enum.Enum):
 class Member:
     """``prompt``: as wished, or under the raised ratio. ``ticket``: what was found, ``place`` its prompt there.
 
-    ``is_refreshed``: what follows its first shared segment is refreshed KV.
+    ``is_refreshed``: what follows its first shared segment is refreshed KV. ``is_loading``: a pass is at it.
 
     ``leaders``: whom it waits for, since ``follows_s``. ``is_judged_alone``: its round was decided before, or it has
     none. ``saves``: segments to be saved when their rows are whole, in prompt order; ``unsettled``: how many of those
@@ -60,6 +60,7 @@ class Member:
     is_over: bool = False
     saves: list[Chunk] | None = None
     is_refreshed: bool = False
+    is_loading: bool = False
     reused_tokens: int = 0
     unsettled: int = 0
 
@@ -115,12 +116,13 @@ class Member:
         ]
 
     def _is_known(self, index: int) -> bool:
-        """Held under its own key already, or, unless others wait for its caches, found in whatever context."""
+        """Held under its own key already, or, unless others wait for its caches, found where as much stood before."""
         plan = self.plan
         found = None if plan is None else plan.plan.segments[index]
         if found is None or not found.is_hit:
             return False
-        return self.role is not Role.LEAD or found.key == self.prompt.key(index, is_refreshed=self.is_refreshed)
+        is_own = found.key == self.prompt.key(index, is_refreshed=self.is_refreshed)
+        return is_own or (self.role is not Role.LEAD and found.affinity >= AFFINITY_FULL)
 
     def due(self, whole: int) -> Iterator[Chunk]:
         """Take the segments to be saved whose rows are all there once ``whole`` tokens are."""

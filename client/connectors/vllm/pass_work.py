@@ -21,7 +21,15 @@ from kvservice.client.reuse.kinds import ByKind
 from kvservice.client.reuse.refresh import Prompt
 from kvservice.client.reuse.rows import PromptRows, RowClass, Span, classify
 from kvservice.client.session import Session
+from kvservice.model.errors import KVServiceError, UnavailableError
 from kvservice.model.plan import Match
+
+
+class PassLateError(KVServiceError):
+    """The bytes of a pass did not come from SSD in time."""
+
+    code = "PASS_LATE"
+
 
 KNOWN_PART_MAX: Final = 0.4
 """A segment with a larger part of its rows refreshed may have to be stored whole: all of them are needed then."""
@@ -113,6 +121,7 @@ class Made:
 class PassWork:
     """All prompts of a pass, what was found for them under one lease, and the restore that brings it."""
 
+    session: Session
     prompts: tuple[PromptWork, ...]
     plans: Plans
     restore: Restore
@@ -130,10 +139,13 @@ class PassWork:
         plans = look_up(session, [order.prompt for order in orders])
         try:
             restored = plan_restore(session, plans, [one.restore_slots for one in prompts], memory)
+        except UnavailableError as error:  # a disk that is slow says nothing of the session, which others use
+            plans.close()
+            raise PassLateError(f"what was found did not come in time: {error}") from error
         except BaseException:
             plans.close()
             raise
-        return cls(prompts, plans, Restore(restored, len(paged.caches)), restored)
+        return cls(session, prompts, plans, Restore(restored, len(paged.caches)), restored)
 
     def bring(self) -> None:
         """Write every found segment to its rows, layer by layer, checksums verified. Never raises: waiting does."""

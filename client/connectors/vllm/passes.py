@@ -168,10 +168,16 @@ class Passes:
         if self.refusal:
             self._ended.extend(Ended(order, is_failed=True) for order in orders)
             return
-        loads = tuple(self._load_exact(order) for order in orders)
-        one = _Pass(tuple(orders), loads, self._clock() + self._deadline_s)
+        try:
+            loads = tuple(self._load_exact(order) for order in orders)
+            one = _Pass(tuple(orders), loads, self._clock() + self._deadline_s)
+            self._threads().submit(self._bring, one, self._paged.fence())
+        except Exception:  # the engine waits for ever for a pass of which it hears nothing
+            log.exception("kvservice: a round's prompts are computed, their pass could not begin")
+            self._counts.add("hook_errors")
+            self._ended.extend(Ended(order, is_failed=True) for order in orders)
+            return
         self._under_way.append(one)
-        self._threads().submit(self._bring, one, self._paged.fence())
 
     def advance(self, budget_s: float, wait_s: float = 0.0) -> None:
         """Go on for so long, at least by a layer, as far as bytes are in place; wait for them so long, once."""
@@ -293,13 +299,13 @@ class Passes:
             self._finish(one)
 
     def _finish(self, one: _Pass) -> None:
-        self._counts.add("passes")
-        self._ended.extend(Ended(order, is_failed=False) for order in one.orders)
         assert one.work is not None
         if one.snapshot is None:
             one.work.plans.close()
         else:
             self._threads().submit(self._store, one, one.work, one.snapshot)
+        self._counts.add("passes")
+        self._ended.extend(Ended(order, is_failed=False) for order in one.orders)
 
     def _fail(self, one: _Pass, error: BaseException) -> None:
         self._counts.add("passes_failed")
@@ -343,6 +349,7 @@ class Passes:
         try:
             with self._link.session() as session:
                 one.work = PassWork.plan(session, self._paged_memory(), self._paged, one.orders)
+                self._link.breaker.succeeded(0.0)  # it answers; how long a disk takes says nothing of that
                 self._tell(one.is_planned)
                 fence()  # blocks may have been another request's a moment ago
                 one.work.bring()
@@ -366,8 +373,11 @@ class Passes:
         from kvservice.client.connectors.vllm.pass_store import store_pass
 
         try:
-            with self._link.session() as session:
-                store_pass(session, self._identity, work, one.makes, snapshot, self._counts)
+            if not self._link.is_current(work.session):
+                raise UnavailableError("the session that its masters were leased in is lost")  # noqa: TRY301
+            with self._link.session():
+                store_pass(work.session, self._identity, work, one.makes, snapshot, self._counts)
+                self._link.breaker.succeeded(0.0)
         except KVServiceError as error:
             log.info("kvservice: a round's mirrors were not stored: %s", error)
             self._counts.add("saves_dropped", sum(map(len, one.makes)))

@@ -5,6 +5,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from kvservice.client.connectors.vllm.block_hashes import EXACT_END
 from kvservice.client.connectors.vllm.chunks import ChunkChain
 from kvservice.client.connectors.vllm.metrics import Counts
 from kvservice.client.connectors.vllm.request_extras import ExtrasReader
@@ -54,7 +55,10 @@ class ChainMaker:
         words = self._rounds.of(request)
         wish = self._wishes.of(request, words.request)
         # From its first refreshed row on a prompt is stored by segments, under keys that say so.
-        reuse_end = words.reuse_end if wish is None or wish.is_plain else wish.first_shared_token
+        ends = [words.reuse_end, getattr(request, EXACT_END, None)]  # the mark outlives a reset, as its blocks do
+        if wish is not None and not wish.is_plain:
+            ends.append(wish.first_shared_token)
+        reuse_end = min((end for end in ends if end is not None), default=None)
         return ChunkChain(
             self._namespaces,
             self._chunk_tokens,

@@ -28,6 +28,7 @@ from kvservice.client.reuse.leader import (
     judge,
     shared_run,
 )
+from kvservice.client.round_request import RoundRequest
 from kvservice.model.errors import InvalidInputError, LimitError
 from kvservice.model.segment import SegmentId
 
@@ -71,10 +72,21 @@ class Rounds:
         member = Member(request_id, wish, Stage.GATE, wish.prompt, seen_s=self._clock())
         self._members[request_id] = member
         if wish.is_plain:
+            self.stand_aside(wish.asked)
             self._decide(member, Role.COMPUTE)
         elif not self._enter(member):
             self._ask_alone(member)
         return member
+
+    def stand_aside(self, asked: RoundRequest) -> None:
+        """A prompt of the round that takes no part in its pass: nobody is to wait for it."""
+        if asked.round and asked.expect > 1:
+            try:
+                self._gate.announce(asked.round, asked.expect, min(self._options.round_wait_s, IDLE_S))
+            except (InvalidInputError, LimitError) as error:
+                self._refuse_words(str(error))
+            else:
+                self._gate.withdraw(asked.round, asked.agent)
 
     def is_decided(self, member: Member, known_tokens: int) -> bool:
         """True once the member has its role. ``known_tokens``: how many of its tokens it need not compute anyway.
@@ -100,6 +112,8 @@ class Rounds:
             return
         self._leave_gate(member)
         self._let_go(member)
+        self._forget_storing(member)
+        member.prompt = member.wish.prompt
         member.stage, member.is_judged_alone, member.saves = Stage.STALE, True, None
 
     def drop_out(self, member: Member) -> None:
@@ -110,9 +124,9 @@ class Rounds:
             self._decide(member, Role.COMPUTE)
 
     def refuse(self, member: Member) -> None:
-        """Its pass failed: it is computed."""
+        """Its pass failed: it is computed, and its segments are saved like those of any other."""
         self._let_go(member)
-        member.is_refused = True
+        member.is_refused, member.reused_tokens, member.saves = True, 0, None
         self._decide(member, Role.COMPUTE)
 
     def let_go(self, member: Member) -> None:
@@ -123,6 +137,7 @@ class Rounds:
         """The request is over; whoever waits for it hears so."""
         self._leave_gate(member)
         self._let_go(member)
+        self._forget_storing(member)
         member.is_over = True
         self._members.pop(member.request_id, None)
 
@@ -137,7 +152,8 @@ class Rounds:
         """Let go of what was found for members whom nobody asked about for so long."""
         old_s = self._clock() - idle_s
         for member in self._members.values():
-            if member.ticket is not None and member.seen_s < old_s and member.stage in (Stage.LOOKUP, Stage.DECIDED):
+            is_idle = member.seen_s < old_s and not member.is_loading
+            if member.ticket is not None and is_idle and member.stage in (Stage.LOOKUP, Stage.DECIDED):
                 self._let_go(member)
                 member.stage, member.is_judged_alone = Stage.STALE, True
 
@@ -216,6 +232,9 @@ class Rounds:
             return
         arrived = [self._at_gate.pop((member.wish.asked.round, agent), None) for agent in found.members]
         self._ask([one for one in arrived if one is not None], is_judged_alone=False)
+        if member.stage is Stage.GATE:  # its round was forgotten, and this is another of the same name
+            self._leave_gate(member)
+            self._ask_alone(member)
 
     def _leave_gate(self, member: Member) -> None:
         place = (member.wish.asked.round, member.wish.asked.agent)
@@ -293,6 +312,7 @@ class Rounds:
     def _decide(self, member: Member, role: Role) -> None:
         policy = member.wish.prompt.policy
         assert policy is not None
+        member.prompt = member.wish.prompt
         if role is Role.REUSE_MORE:
             more = raised(policy)
             role = Role.COMPUTE if more is None else role
@@ -302,8 +322,8 @@ class Rounds:
         member.role, member.stage = role, Stage.DECIDED
 
     def _follow(self, member: Member, leaders: Sequence[Member]) -> None:
-        own = {segment.id for segment in member.prompt.segments}
-        member.leaders = tuple(one for one in leaders if own & {segment.id for segment in one.prompt.segments})
+        own = {segment.id for segment in _run_of(member)}
+        member.leaders = tuple(one for one in leaders if own & {segment.id for segment in _run_of(one)})
         self._let_go(member)
         member.stage, member.follows_s = Stage.FOLLOW, self._clock()
 
@@ -314,7 +334,12 @@ class Rounds:
         together = [
             one for one in self._members.values() if one.stage is Stage.FOLLOW and one.leaders == member.leaders
         ]
-        self._ask(together, is_judged_alone=True)
+        self._ask(together, is_judged_alone=is_late)  # a leader that left without storing is followed by another
+
+    def _forget_storing(self, member: Member) -> None:
+        """What was to be saved and has not been ordered will not be."""
+        for chunk in member.saves or ():
+            self._storing_s.pop(chunk.keys[0].segment, None)
 
     def _note_storing(self, chunk: Chunk) -> None:
         self._storing_s[chunk.keys[0].segment] = self._clock()

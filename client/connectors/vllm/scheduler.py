@@ -122,6 +122,8 @@ class SchedulerSide:
             if not wish.is_plain:
                 splice_block_hashes(request, wish.first_shared_token, self._block_size, wish.mark)
             tracked.member = self._rounds.join(request.request_id, wish)
+        elif tracked is not None and tracked.member is None and tracked.asked is not None:
+            self._rounds.stand_aside(tracked.asked)
         if tracked is not None and tracked.ticket is None and self._tickets < LOOKUPS_AHEAD_MAX:
             self._ask(tracked)
 
@@ -166,6 +168,8 @@ class SchedulerSide:
             tracked.is_admitted = True
             self._counts.add("tokens_asked", max(request.num_tokens - tracked.local, 0))
         member = tracked.member
+        if member is not None:  # the engine may have asked nothing, and then nobody may wait for it
+            self._rounds.drop_out(member)
         exact_end = tracked.exact_end
         is_refreshed = member is not None and member.is_reusing and tracked.local + count > exact_end
         if member is not None and member.saves is None and member.role is not None:
@@ -182,6 +186,7 @@ class SchedulerSide:
             self._known.learn(ticket)
         if member is not None and is_refreshed:
             tracked.load = LoadUnderWay(ticket, order, member.missing_rows(exact_end, order.end))
+            member.is_loading = True
             self._rounds.ordered(order.end - exact_end)
             blocks = tuple(block_ids()[0])
             self._refreshes.append(RefreshOrder(order, exact_end, blocks, member.prompt, member.wish.asked.round))
@@ -194,7 +199,9 @@ class SchedulerSide:
 
     def order_failure(self, request_id: str, count: int) -> None:
         """Have the workers report a load of which nothing is known as failed: else the engine waits for it for ever."""
-        if count > 0 and self._options.is_async:
+        tracked = self._tracked.get(request_id)
+        is_reusing = tracked is not None and tracked.member is not None and tracked.member.is_reusing
+        if count > 0 and (self._options.is_async or is_reusing):
             self._orders.append(LoadOrder(request_id, 0, count, (), (), is_async=True))
 
     def hit_tokens(self, request: Request) -> tuple[int, int]:
@@ -231,17 +238,18 @@ class SchedulerSide:
 
     def build_orders(self, output: Any) -> StepOrders:
         """What the workers have to do in the step that ``output`` (SchedulerOutput) describes."""
-        loads, self._orders = tuple(self._orders), []
-        refreshes, self._refreshes = tuple(self._refreshes), []
-        last_saves, self._last_saves = tuple(self._last_saves), []
         self._rounds.begin_step()
         self._sweep()
+        is_computing = bool(output.num_scheduled_tokens) and not self._refusal
+        saves = tuple(self._saves.of_step(output, self._tracked)) if is_computing else ()
+        loads, self._orders = tuple(self._orders), []  # last: what raises before keeps them for the next step
+        refreshes, self._refreshes = tuple(self._refreshes), []
+        last_saves, self._last_saves = tuple(self._last_saves), []
         if not output.num_scheduled_tokens:
             if loads or refreshes or last_saves:
                 return StepOrders(loads, last_saves, is_idle=True, refreshes=refreshes)
             self._wait()
             return IDLE
-        saves = () if self._refusal else tuple(self._saves.of_step(output, self._tracked))
         saves = (*last_saves, *saves)
         if not loads and not saves and not refreshes:
             return NOTHING
@@ -366,6 +374,7 @@ class SchedulerSide:
         if load is not None and load.ticket is not None:
             self._lookups.give_up(load.ticket)
         if load is not None and tracked.member is not None:
+            tracked.member.is_loading = False
             self._rounds.let_go(tracked.member)
 
     def _forget(self, tracked: Tracked) -> None:
