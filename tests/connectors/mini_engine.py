@@ -183,13 +183,20 @@ class MiniEngine:
         self.sides.scheduler.on_new_request(request)
 
     def run(self) -> None:
-        """Until every request has ended."""
+        """Until every request has ended, and what is to be stored of them is: the next ones are to find it."""
         for _ in range(STEPS_MAX):
             if not (self.waiting or self.running or self.loading):
+                self._wait_for_saves()
                 return
             if not self.step():
                 threading.Event().wait(0.0005)
         raise AssertionError(f"not done: {self.waiting}, {self.running}, {self.loading}")
+
+    def _wait_for_saves(self) -> None:
+        for _ in range(5000):
+            if not self.sides.saves.bytes_waiting:
+                return
+            threading.Event().wait(0.001)
 
     def step(self) -> bool:
         """One step of the engine; False if it computed nothing."""
