@@ -19,6 +19,9 @@ ENVIRONMENT_PREFIX = "KVSERVICE_"
 MIB, GIB = 1 << 20, 1 << 30
 _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": MIB, "GiB": GIB, "TiB": 1 << 40}
 _PORT_MAX = 65535
+_SHOWN_CHARS_MAX = 40
+SIZE_BYTES_LIMIT = 1 << 63
+"""Offsets into files are signed 64-bit numbers."""
 PAGE_BYTES = 4096
 
 
@@ -160,11 +163,15 @@ def _check(holds: bool, name: str, value: object, rule: str) -> None:
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes from ``"512MiB"``, ``"4GiB"`` or a plain number. Raises ConfigError for anything else."""
+    """Bytes from ``"512MiB"``, ``"4GiB"`` or a plain number. Raises ConfigError for others, and from 8 EiB on."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]iB|B|)\s*", text)
     if not found:
         raise ConfigError(f"{text!r} is not a size; write a number with B, KiB, MiB, GiB or TiB, such as 4GiB")
-    return int(float(found[1]) * _UNITS[found[2]])
+    size = float(found[1]) * _UNITS[found[2]]
+    if size >= SIZE_BYTES_LIMIT:
+        shown = text if len(text) <= _SHOWN_CHARS_MAX else f"{text[:_SHOWN_CHARS_MAX]}..."
+        raise ConfigError(f"{shown!r} is too large: a size is below 8388608TiB")
+    return int(size)
 
 
 def load_settings(

@@ -1,4 +1,4 @@
-"""Numbers in words."""
+"""Numbers in words, and texts of others made fit to print."""
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
@@ -10,3 +10,8 @@ def text_of_bytes(count: float) -> str:
             break
         count /= 1024
     return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+
+
+def printable(text: str) -> str:
+    """The text without anything that a terminal would obey."""
+    return "".join(one if one.isprintable() else "\ufffd" for one in text)

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.text import Text
 
-from kvservice.text import text_of_bytes
+from kvservice.text import printable, text_of_bytes
 from kvservice.top_rates import Document, answers_of
 
 WIDTH_MIN, LINES_MIN = 40, 8
@@ -47,11 +47,6 @@ def frame(seen: Seen, width: int, lines: int) -> list[Text]:
     for line in made:
         line.truncate(width, overflow="ellipsis")
     return made[:lines]
-
-
-def printable(text: str) -> str:
-    """The text without anything that a terminal would obey."""
-    return "".join(one if one.isprintable() else "\ufffd" for one in text)
 
 
 def _head(seen: Seen) -> Text:

@@ -359,6 +359,10 @@ class Curves:
         """Scopes that have a curve, and those whose curve begins with their next lookup."""
         return tuple(dict.fromkeys((*self._scopes, *self._tenants, *self._namespaces)))
 
+    def is_split(self, name: str) -> bool:
+        """Was it the only one for a while? What it looked up then is in the node's curve, and not in its own."""
+        return any(len(seen) > 1 and seen[0] == name for seen in (self._tenants, self._namespaces))
+
     def read(self, name: str = NODE) -> ScopeCurve | None:
         """The curve of one scope; None if there is none. Takes in what waits first, a bounded number of events."""
         self.work(READ_SLICE_S)

@@ -9,6 +9,8 @@ GAIN_MIN = 0.01
 """Hits that a doubling must bring to be worth a word."""
 DOUBLINGS_MAX = 12
 HOUR_S = 3600.0
+PUBLISHED = "published"
+"""What an estimate of wear rests on where there is no SSD."""
 Sizes = Callable[[int, int], SizesDocument]
 
 
@@ -27,14 +29,18 @@ def advise(
         said.append(_next_step(now, sizes, "host"))
         if now["ssd_bytes"] > now["host_bytes"]:
             said.append(_next_step(now, sizes, "ssd"))
-    if endurance is not None and endurance["life_share"] > 1:
-        said.append(
-            f"the SSD would be written {endurance['dwpd']:.2g} times a day, rated for {endurance['rated_dwpd']:g}: "
-            "set ssd_write_budget_bytes, or take a larger one"
-        )
+    if endurance is not None and (endurance["life_share"] > 1 or endurance["rests_on"] == PUBLISHED):
+        said.append(_wear(endurance))
     if break_even is not None:
         said += _loading(break_even)
     return said
+
+
+def _wear(endurance: EnduranceDocument) -> str:
+    said = f"the SSD would be written {endurance['dwpd']:.2g} times a day, rated for {endurance['rated_dwpd']:g}"
+    if endurance["rests_on"] == PUBLISHED:
+        said += ", estimated from what is published, as there is none yet and as if all of it were written"
+    return f"{said}: set ssd_write_budget_bytes, or take a larger one" if endurance["life_share"] > 1 else said
 
 
 def _difference(now: SizesDocument, planned: SizesDocument, sizes: Sizes) -> str:

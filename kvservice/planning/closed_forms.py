@@ -9,6 +9,7 @@ the leader's, and replaced rows are all that a mirror stores of S:
     break-even bandwidth = bytes a token / seconds a token
 """
 
+import math
 from dataclasses import dataclass
 
 from kvservice.model.errors import InvalidInputError
@@ -64,14 +65,14 @@ def what_if(model: ModelShape, round_: RoundShape, speed: Speed, host_bytes: int
     private = tokens * round_.private_share
     own = private + round_.refresh_ratio * (tokens - private)
     stored, token_s = tokens + (agents - 1) * own, token_seconds(model, tokens, speed)
-    stored_bytes = stored * model.token_bytes
+    stored_bytes, limit = stored * model.token_bytes, tokens / own if own else math.inf
     return {
         "bytes_per_token": model.token_bytes,
         "tokens_per_agent": tokens,
         "dense_bytes": agents * tokens * model.token_bytes,
         "stored_bytes": round(stored_bytes),
         "ratio": round(agents * tokens / stored, 4),
-        "ratio_limit": round(tokens / own, 4) if own else None,
+        "ratio_limit": round(limit, 4) if math.isfinite(limit) else None,
         "mirror_bytes": round(own * model.token_bytes),
         "prefill_tokens": round(stored),
         "prefill_tokens_without": agents * tokens,

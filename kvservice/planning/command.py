@@ -13,6 +13,7 @@ from kvservice.planning.flags import HELP, NAMES
 from kvservice.planning.model_config import read_model
 from kvservice.planning.report import print_plan, print_what_if
 from kvservice.planning.request import parse_request, round_of, size_of, speed_of
+from kvservice.text import printable
 
 HTTP_TIMEOUT_S = 10.0
 
@@ -36,7 +37,6 @@ def _closed_forms(path: str, query: dict[str, str], *, as_json: bool) -> int:
     allowed = {"host", "dtype", *HELP} - {"ssd", "dwpd", "tenant", "namespace"}
     if query.keys() - allowed:
         raise InvalidInputError(f"with --model there is no {', '.join(sorted(query.keys() - allowed))}")
-    parse_request({name: value for name, value in query.items() if name != "host"})
     host_bytes = size_of(query["host"], 0, "host") if "host" in query else 0
     if "host" in query and not host_bytes:
         raise InvalidInputError(
@@ -65,6 +65,6 @@ def ask(address: str, query: dict[str, str]) -> Any:
 
 def _message(error: urllib.error.HTTPError) -> str:
     try:
-        return str(json.load(error)["message"])
+        return printable(str(json.load(error)["message"]))
     except (ValueError, KeyError, TypeError):
         return f"the node answered {error.code}"

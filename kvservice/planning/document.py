@@ -37,26 +37,31 @@ class SizesDocument(TypedDict):
 
 class StorageDocument(TypedDict):
     """What bytes stand for. ``dense_bytes_per_token`` without mirrors; ``mirror_gain``: dense bytes over stored ones;
-    ``dedup_gain``: caches that were wanted over those written, since the others were there.
+    ``dedup_gain``: caches that were wanted over those written, since the others were there. Both of the whole node.
 
     ``working_set_bytes``: what finds 90, 99 and all of what can be found, by reuse distance.
     """
 
     bytes_per_token: float | None
     dense_bytes_per_token: float | None
-    mirror_gain: float
+    mirror_gain: float | None
     dedup_gain: float | None
     working_set_bytes: dict[str, int]
 
 
 class EnduranceDocument(TypedDict):
-    """Writes to SSD at the planned sizes, against ``rated_dwpd`` whole writes of it a day. ``life_share``: 1 is all."""
+    """Writes to SSD at the planned sizes, against ``rated_dwpd`` whole writes of it a day. ``life_share``: 1 is all.
+
+    ``rests_on``: "written", measured on the tier there is, or "published": there is none yet, and all that is published
+    would be written, mirrors before they are folded.
+    """
 
     ssd_bytes: int
     written_bytes_per_day: float
     dwpd: float
     rated_dwpd: float
     life_share: float
+    rests_on: str
 
 
 class BreakEvenDocument(TypedDict):
@@ -87,10 +92,15 @@ class WhatIfDocument(TypedDict):
 
 
 class PlanDocument(TypedDict):
-    """All of it. ``is_measured``: is there traffic enough? If not, ``missing`` says what is missing."""
+    """All of it. ``is_measured``: is there traffic enough? If not, ``missing`` says what is missing.
+
+    ``assumes``: of a tenant's or a namespace's plan, in words: as if it had the node alone; else empty. What is only
+    known of the whole node is None there: gains, endurance, the speed of the SSD.
+    """
 
     is_measured: bool
     missing: str
+    assumes: str
     window: WindowDocument | None
     observed_hit_ratio: float | None
     now: SizesDocument | None

@@ -1,7 +1,9 @@
 """What a node knows that a plan needs, read from its curves, counters and spaces. Changes nothing."""
 
+import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, TypedDict
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from kvservice.accounting import MATCH_PLACES, count_at
 from kvservice.caches import PREFILL_TOKEN_S, Space
@@ -10,7 +12,7 @@ from kvservice.curves.scopes import NODE, OTHER, namespace_scope, tenant_scope
 from kvservice.model.errors import InvalidInputError
 from kvservice.planning.document import PlanDocument
 from kvservice.planning.planner import Measured, make_plan
-from kvservice.planning.request import PlanRequest, parse_request
+from kvservice.planning.request import CURVE_NAMES, PlanRequest, parse_request
 from kvservice.stats.accounting_document import node_ledger
 
 if TYPE_CHECKING:
@@ -52,62 +54,95 @@ class CurvesDocument(TypedDict):
 def plan_of(node: "Node", query: Mapping[str, str]) -> PlanDocument:
     """The answer to a query. Raises InvalidInputError."""
     request = parse_request(query)
-    return make_plan(measure(node, request), request)
+    plan: PlanDocument = finite(make_plan(measure(node, request), request))
+    return plan
+
+
+def finite(value: Any) -> Any:
+    """The same, of lists, dicts and plain values, with None for numbers that JSON has no word for."""
+    if isinstance(value, dict):
+        return {name: finite(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def curves_of(node: "Node", query: Mapping[str, str]) -> CurvesDocument:
     """One scope's curve, of a query with ``tenant`` or ``namespace`` or neither. Raises InvalidInputError."""
-    request = parse_request(query)
+    request = parse_request(query, CURVE_NAMES)
     measured, name = measure(node, request), scope_of(node, request)
     found, curves = measured.curve, node.curves
-    return {
-        "scope": name,
-        "scopes": list(curves.names),
-        "host_bytes": measured.host_bytes,
-        "ssd_bytes": measured.ssd_bytes,
-        "references": 0 if found is None else found.references,
-        "window_s": 0.0 if found is None else round(found.window_s, 3),
-        "rate": 1.0 if found is None else found.rate,
-        "segments_watched": 0 if found is None else found.segments_watched,
-        "overflows": curves.overflows,
-        "memory_bytes_max": curves.memory_bytes_max,
-        "bytes": [] if found is None else [int(edge) for edge in EDGES],
-        "hit_ratio": [] if found is None else [round(one, 5) for one in found.curve.hits],
-        "seconds_ratio": [] if found is None else [round(one, 5) for one in found.curve.seconds],
-        "error": [] if found is None else [round(found.curve.error(one), 5) for one in found.curve.hits],
-        "simulated": [
-            {
-                "bytes": point.capacity_bytes,
-                "hit_ratio": round(point.hits, 5),
-                "seconds_ratio": round(point.seconds, 5),
-                "is_reliable": point.is_reliable,
-            }
-            for point in measured.points
-        ],
-    }
+    document: CurvesDocument = finite(
+        {
+            "scope": name,
+            "scopes": list(curves.names),
+            "host_bytes": measured.host_bytes,
+            "ssd_bytes": measured.ssd_bytes,
+            "references": 0 if found is None else found.references,
+            "window_s": 0.0 if found is None else round(found.window_s, 3),
+            "rate": 1.0 if found is None else found.rate,
+            "segments_watched": 0 if found is None else found.segments_watched,
+            "overflows": curves.overflows,
+            "memory_bytes_max": curves.memory_bytes_max,
+            "bytes": [] if found is None else [int(edge) for edge in EDGES],
+            "hit_ratio": [] if found is None else [round(one, 5) for one in found.curve.hits],
+            "seconds_ratio": [] if found is None else [round(one, 5) for one in found.curve.seconds],
+            "error": [] if found is None else [round(found.curve.error(one), 5) for one in found.curve.hits],
+            "simulated": [
+                {
+                    "bytes": point.capacity_bytes,
+                    "hit_ratio": round(point.hits, 5),
+                    "seconds_ratio": round(point.seconds, 5),
+                    "is_reliable": point.is_reliable,
+                }
+                for point in measured.points
+            ],
+        }
+    )
+    return document
 
 
 def measure(node: "Node", request: PlanRequest) -> Measured:
     """The numbers of the node, or of one tenant or namespace where there are such."""
-    name = scope_of(node, request)
-    spaces = _spaces(node, request)
-    counters, totals, uptime_s = node.counters, node.catalog.totals, max(node.uptime_s, 1e-9)
-    loads, answered = counters.loads, node_ledger(node).segments
-    is_node = name == NODE
+    name, spaces = scope_of(node, request), _spaces(node, request)
     token_s, token_bytes = _means(spaces)
-    return Measured(
+    measured = Measured(
         host_bytes=node.tier.capacity_bytes,
         ssd_bytes=0 if node.ssd is None else node.ssd.slab.capacity_bytes,
         half_life_s=node.curves.limits.half_life_s,
         curve=node.curves.read(name),
-        points=node.curves.simulated() if is_node else (),
-        asked=sum(answered) if is_node else 0,
-        found=sum(count_at(answered, places) for places in MATCH_PLACES.values()) if is_node else 0,
+        points=(),
+        asked=0,
+        found=0,
         token_s=token_s,
         is_token_s_measured=any(space.token_s != PREFILL_TOKEN_S for space in spaces),
         token_bytes=token_bytes,
+        ssd_load_bytes_per_s=0.0,
+        written_bytes_per_s=None,
+        published_bytes_per_s=0.0,
+        stored_bytes=0,
+        dense_bytes=0,
+        wanted=0,
+        written=0,
+        scope=name,
+        is_split=node.curves.is_split(name),
+        is_kept=node.curves.is_on,
+    )
+    return _with_the_whole_nodes(measured, node) if name == NODE else measured
+
+
+def _with_the_whole_nodes(measured: Measured, node: "Node") -> Measured:
+    """With what is counted of the node only."""
+    counters, totals, uptime_s = node.counters, node.catalog.totals, max(node.uptime_s, 1e-9)
+    loads, answered = counters.loads, node_ledger(node).segments
+    return replace(
+        measured,
+        points=node.curves.simulated(),
+        asked=sum(answered),
+        found=sum(count_at(answered, places) for places in MATCH_PLACES.values()),
         ssd_load_bytes_per_s=loads.record_bytes / loads.seconds if loads.seconds else 0.0,
-        written_bytes_per_s=counters.demotions.record_bytes / uptime_s,
+        written_bytes_per_s=None if node.ssd is None else counters.demotions.record_bytes / uptime_s,
+        published_bytes_per_s=counters.published_bytes / uptime_s,
         stored_bytes=totals.master_bytes + totals.mirror_bytes,
         dense_bytes=totals.dense_bytes,
         wanted=counters.published + counters.existed,

@@ -14,6 +14,7 @@ from kvservice.model.geometry import DTYPE_BYTES
 
 CONFIG_BYTES_MAX = 1 << 20
 DTYPES = DTYPE_BYTES | {"fp8": 1}
+NUMBER_MAX = 10**12
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,10 @@ def model_shape(config: Mapping[str, Any], dtype: str = "") -> ModelShape:
     layers, heads = _number(config, "num_hidden_layers"), _number(config, "num_attention_heads")
     hidden = _number(config, "hidden_size")
     head_size = _number(config, "head_dim", hidden // heads)
+    if not head_size:
+        raise InvalidInputError(
+            f"{heads} heads in a hidden size of {hidden} leave nothing for each: give head_dim (head_size)"
+        )
     latent = _number(config, "kv_lora_rank", 0)
     if latent:
         row, query = (
@@ -67,7 +72,7 @@ def model_shape(config: Mapping[str, Any], dtype: str = "") -> ModelShape:
         )
         parameters = 0  # of latent attention and its experts there are too many forms
     else:
-        kv = _number(config, "num_key_value_heads", heads) * head_size
+        kv = (_number(config, "num_key_value_heads") if "num_key_value_heads" in config else heads) * head_size
         row, query = 2 * kv, heads * head_size
         parameters = _parameters(config, layers, hidden, query, kv)
     kinds = config.get("layer_types")
@@ -87,7 +92,11 @@ def _parameters(config: Mapping[str, Any], layers: int, hidden: int, query: int,
 
 
 def _dtype(config: Mapping[str, Any], given: str) -> str:
-    dtype = given or str(config.get("torch_dtype") or config.get("dtype") or "bfloat16")
+    return known_dtype(given or str(config.get("torch_dtype") or config.get("dtype") or "bfloat16"))
+
+
+def known_dtype(dtype: str) -> str:
+    """The same. Raises InvalidInputError for one of unknown size."""
     if dtype not in DTYPES:
         raise InvalidInputError(f"dtype {dtype!r} is not known; use one of {', '.join(sorted(DTYPES))}")
     return dtype
@@ -96,6 +105,7 @@ def _dtype(config: Mapping[str, Any], given: str) -> str:
 def _number(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
     value = config.get(name)
     value = default if value is None else value
-    if type(value) is not int or value < 0 or (default is None and value < 1):
-        raise InvalidInputError(f"config.json: {name} must be a whole number above 0, it is {value!r}")
+    if type(value) is not int or not 0 <= value <= NUMBER_MAX or (default is None and value < 1):
+        rule = f"a whole number above 0 and at most {NUMBER_MAX}"
+        raise InvalidInputError(f"config.json: {name} must be {rule}, it is {str(value)[:40]!r}")
     return value

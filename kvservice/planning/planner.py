@@ -9,9 +9,9 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvservice.curves.scopes import ScopeCurve
+from kvservice.curves.scopes import NODE, ScopeCurve
 from kvservice.curves.simulation import SimulatedPoint
-from kvservice.planning.advice import advise
+from kvservice.planning.advice import PUBLISHED, advise
 from kvservice.planning.closed_forms import what_if
 from kvservice.planning.document import (
     BreakEvenDocument,
@@ -36,8 +36,12 @@ class Measured:
     """What a node knows. ``curve``: None if nobody looked anything up. ``points``: empty unless for the whole node.
 
     ``token_s``: prefill seconds a token; ``is_token_s_measured``: did a writer say? ``token_bytes``: dense, of the
-    namespaces in use. ``ssd_load_bytes_per_s``: 0 if nothing was loaded. ``written_bytes_per_s``: to SSD.
+    namespaces in use. ``ssd_load_bytes_per_s``: 0 if nothing was loaded. ``written_bytes_per_s``: to SSD,
+    None without one; ``published_bytes_per_s``: of all caches, as they were stored, 0 if none were.
     ``stored_bytes`` and ``dense_bytes``: of what is held. ``wanted`` caches were asked to be stored, ``written`` were.
+
+    ``scope``: whose. Of one that is not the node, all that is the whole node's is 0 or None. ``is_split``: was it alone
+    for a while, so that its first lookups are in the node's curve only? ``is_kept``: are there curves at all?
     """
 
     host_bytes: int
@@ -51,21 +55,26 @@ class Measured:
     is_token_s_measured: bool
     token_bytes: float
     ssd_load_bytes_per_s: float
-    written_bytes_per_s: float
+    written_bytes_per_s: float | None
+    published_bytes_per_s: float
     stored_bytes: int
     dense_bytes: int
     wanted: int
     written: int
+    scope: str = NODE
+    is_split: bool = False
+    is_kept: bool = True
 
 
 def make_plan(measured: Measured, request: PlanRequest) -> PlanDocument:
     """The answer. Raises InvalidInputError for sizes that are none."""
     host_bytes = size_of(request.host, measured.host_bytes, "host")
     ssd_bytes = size_of(request.ssd, measured.ssd_bytes, "ssd")
-    curve, missing = measured.curve, _missing(measured.curve)
+    curve, missing = measured.curve, _missing(measured)
     document: PlanDocument = {
         "is_measured": not missing,
         "missing": missing,
+        "assumes": _assumes(measured),
         "window": None if curve is None else _window(curve, measured),
         "observed_hit_ratio": round(measured.found / measured.asked, 4) if measured.asked else None,
         "now": None,
@@ -86,22 +95,49 @@ def make_plan(measured: Measured, request: PlanRequest) -> PlanDocument:
     document["storage"] = _storage(measured, curve)
     document["endurance"] = _endurance(measured, now, planned, request.rated_dwpd)
     document["advice"] = advise(now, planned, expectation.sizes, document["endurance"], document["break_even"])
+    if planned["ssd_bytes"] and document["endurance"] is None:
+        document["advice"].append(_unknown_wear(measured))
+    if document["assumes"]:
+        document["advice"].append(document["assumes"])
     return document
 
 
-def _missing(curve: ScopeCurve | None) -> str:
+def _assumes(measured: Measured) -> str:
+    if measured.scope == NODE:
+        return ""
+    return f"of {measured.scope} as if it had the node alone: what others take of memory and SSD is left out"
+
+
+def _unknown_wear(measured: Measured) -> str:
+    why = "nothing was stored so far" if measured.scope == NODE else "they are counted of the whole node: ask its plan"
+    return f"writes to the SSD are not known: {why}"
+
+
+def _missing(measured: Measured) -> str:
     """Why there is no plan yet; empty if there can be one."""
+    curve = measured.curve
+    if not measured.is_kept:
+        return "no curves are kept: curve_records is 0, or it failed to keep them, as the log says"
+    split = f" since another {measured.scope.partition(' ')[0]} appeared" if measured.is_split else ""
     if curve is None or not curve.references:
-        return (
-            "no traffic yet: nobody looked anything up. Ask a what-if (layers, heads, head_size, agents, ...) meanwhile"
-        )
+        return _nothing(measured, split)
     if curve.references < REFERENCES_MIN:
-        return f"not enough data yet: {curve.references} segments looked up, a plan needs {REFERENCES_MIN}"
+        return f"not enough data yet: {curve.references} segments looked up{split}, a plan needs {REFERENCES_MIN}"
     if curve.segments_watched < SEGMENTS_MIN:
         return f"not enough data yet: {curve.segments_watched} segments are watched, a plan needs {SEGMENTS_MIN}"
     if curve.window_s < WINDOW_MIN_S:
-        return f"not enough data yet: the first lookup was {curve.window_s:.0f} s ago, a plan needs {WINDOW_MIN_S:.0f}"
+        return f"not enough data yet: the curve began {curve.window_s:.0f} s ago, a plan needs {WINDOW_MIN_S:.0f}"
     return ""
+
+
+def _nothing(measured: Measured, split: str) -> str:
+    """Why there is no curve."""
+    if split:
+        return f"too little was noted of {measured.scope}{split}; look again later, or at the node's plan"
+    if measured.scope != NODE:
+        return f"there were no lookups of {measured.scope} of late; look again later, or at the node's plan"
+    when, why = ("of late", "the curve begins anew") if measured.asked else ("yet", "nobody looked anything up")
+    return f"no traffic {when}: {why}. Ask a what-if (layers, heads, head_size, agents, ...) meanwhile"
 
 
 class Expectation:
@@ -179,7 +215,7 @@ def _storage(measured: Measured, curve: ScopeCurve) -> StorageDocument:
     return {
         "bytes_per_token": curve.token_bytes or None,
         "dense_bytes_per_token": measured.token_bytes or None,
-        "mirror_gain": round(measured.dense_bytes / measured.stored_bytes, 4) if measured.stored_bytes else 1.0,
+        "mirror_gain": round(measured.dense_bytes / measured.stored_bytes, 4) if measured.stored_bytes else None,
         "dedup_gain": round(measured.wanted / measured.written, 4) if measured.written else None,
         "working_set_bytes": {f"{share:.0%}": int(curve.curve.size_for(share)) for share in WORKING_SET_SHARES},
     }
@@ -188,11 +224,14 @@ def _storage(measured: Measured, curve: ScopeCurve) -> StorageDocument:
 def _endurance(
     measured: Measured, now: SizesDocument, planned: SizesDocument, rated_dwpd: float
 ) -> EnduranceDocument | None:
-    """Writes follow misses: what is found is not written again."""
-    if not planned["ssd_bytes"]:
+    """Writes follow misses: what is found is not written again. None without an SSD, or if nothing tells of writes."""
+    rate, rests_on = measured.written_bytes_per_s, "written"
+    if rate is None:
+        rate, rests_on = measured.published_bytes_per_s or None, PUBLISHED
+    if not planned["ssd_bytes"] or rate is None:
         return None
     missed, missed_then = 1 - now["hit_ratio"], 1 - planned["hit_ratio"]
-    written = measured.written_bytes_per_s * DAY_S * (missed_then / missed if missed > 0 else 1.0)
+    written = rate * DAY_S * (missed_then / missed if missed > 0 else 1.0)
     dwpd = written / planned["ssd_bytes"]
     return {
         "ssd_bytes": planned["ssd_bytes"],
@@ -200,6 +239,7 @@ def _endurance(
         "dwpd": dwpd,
         "rated_dwpd": rated_dwpd,
         "life_share": dwpd / rated_dwpd,
+        "rests_on": rests_on,
     }
 
 

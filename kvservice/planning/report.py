@@ -2,9 +2,11 @@
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 
+from kvservice.planning.advice import PUBLISHED
 from kvservice.planning.document import PlanDocument, SizesDocument, WhatIfDocument
-from kvservice.text import text_of_bytes
+from kvservice.text import printable, text_of_bytes
 
 
 def print_plan(document: PlanDocument, console: Console | None = None) -> None:
@@ -25,7 +27,12 @@ def plan_tables(document: PlanDocument) -> RenderableType:
         parts += [_sizes(document, now, planned), _storage(document)]
     if document["what_if"] is not None:
         parts.append(what_if_table(document["what_if"]))
-    return Group(*parts, *(f"- {line}" for line in document["advice"]))
+    return Group(*parts, *(_text(f"- {line}") for line in document["advice"]))
+
+
+def _text(words: str) -> Text:
+    """Words that may hold a client's: neither rich nor the terminal obeys them."""
+    return Text(printable(words))
 
 
 def _sizes(document: PlanDocument, now: SizesDocument, planned: SizesDocument) -> Table:
@@ -43,8 +50,9 @@ def _sizes(document: PlanDocument, now: SizesDocument, planned: SizesDocument) -
     window, observed = document["window"], document["observed_hit_ratio"]
     if window is not None:
         seen = "" if observed is None else f"; found since the start: {observed:.1%}"
-        table.caption = (
-            f"{window['scope']}: {window['references']} lookups of segments in {window['seconds']:.0f} s, "
+        alone = ", as if it had the node alone" if document["assumes"] else ""
+        table.caption = _text(
+            f"{window['scope']}{alone}: {window['references']} lookups of segments in {window['seconds']:.0f} s, "
             f"{window['segments_watched']} segments watched ({window['rate']:.2%}), {now['policy']}{seen}"
         )
     return table
@@ -57,7 +65,8 @@ def _storage(document: PlanDocument) -> Table:
         known = [storage["bytes_per_token"], storage["dense_bytes_per_token"]]
         stored, dense = ("unknown" if one is None else text_of_bytes(one) for one in known)
         table.add_row("bytes a token", f"{stored} stored, {dense} dense")
-        table.add_row("mirrors", f"{storage['mirror_gain']:.1f} times their own bytes")
+        gain = storage["mirror_gain"]
+        table.add_row("mirrors", "unknown" if gain is None else f"{gain:.1f} times their own bytes")
         table.add_row(
             "found on storing",
             "unknown" if storage["dedup_gain"] is None else f"{storage['dedup_gain']:.2f} wanted for each written",
@@ -66,7 +75,8 @@ def _storage(document: PlanDocument) -> Table:
         table.add_row("working set", sizes)
     if endurance is not None:
         written = f"{text_of_bytes(endurance['written_bytes_per_day'])} a day, {endurance['dwpd']:.2g} times the SSD"
-        table.add_row("writes", f"{written} (rated {endurance['rated_dwpd']:g})")
+        rests = ", estimated from what is published" if endurance["rests_on"] == PUBLISHED else ""
+        table.add_row("writes", f"{written} (rated {endurance['rated_dwpd']:g}){rests}")
     return table
 
 
@@ -89,5 +99,5 @@ def what_if_table(document: WhatIfDocument) -> Table:
         table.add_row("loading pays above", f"{text_of_bytes(document['break_even_bytes_per_s'])} a second")
     if document["rounds_in_host"] is not None:
         table.add_row("rounds in memory", f"{document['rounds_in_host']:.1f}")
-    table.caption = "; ".join(document["notes"])
+    table.caption = _text("; ".join(document["notes"]))
     return table

@@ -2,19 +2,22 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 
 from kvservice.config import parse_bytes
 from kvservice.model.errors import ConfigError, InvalidInputError
 from kvservice.planning.closed_forms import RoundShape, Speed
-from kvservice.planning.flags import MODEL_NAMES, NAMES, SPEED_NAMES
-from kvservice.planning.model_config import ModelShape, model_shape
+from kvservice.planning.flags import MODEL_NAMES, NAMES, ROUND_NAMES, SPEED_NAMES
+from kvservice.planning.model_config import ModelShape, known_dtype, model_shape
 
 SIZE_BYTES_MAX = 1 << 60
 TIMES_MAX = 1e6
 RATED_DWPD = 1.0
+NUMBER_MAX = 1e30
+CURVE_NAMES = ("tenant", "namespace")
+"""Parameters of GET /curves."""
 
 
 DEFAULT_ROUND, UNKNOWN_SPEED = RoundShape(), Speed()
@@ -35,27 +38,41 @@ class PlanRequest:
     speed: Speed = UNKNOWN_SPEED
 
 
-def parse_request(query: Mapping[str, str]) -> PlanRequest:
-    """The request of a query. Raises InvalidInputError, which names the nearest word, for what is not known."""
+def parse_request(query: Mapping[str, str], names: Sequence[str] = NAMES) -> PlanRequest:
+    """The request of a query, of ``names`` alone. Raises InvalidInputError, which names the nearest word, for what is
+    not known, and for what would say nothing without more."""
     for name in query:
-        if name not in NAMES:
-            near = get_close_matches(name, NAMES, 1)
-            meant = f"; did you mean {near[0]}?" if near else f"; known are {', '.join(NAMES)}"
-            raise InvalidInputError(f"{name!r} is no parameter of a plan{meant}")
+        if name not in names:
+            near = get_close_matches(name, names, 1)
+            meant = f"; did you mean {near[0]}?" if near else f"; known are {', '.join(names)}"
+            raise InvalidInputError(f"{name!r} is no parameter of a {'plan' if names is NAMES else 'curve'}{meant}")
     if query.get("tenant") and query.get("namespace"):
         raise InvalidInputError("a plan is for a tenant or for a namespace, not for both")
     for name in ("host", "ssd"):
         size_of(query.get(name, ""), 1, name)
+    round_, speed, model = round_of(query), speed_of(query), _model(query)
+    if model is None:
+        _refuse_what_needs_a_model(query)
     return PlanRequest(
         host=query.get("host", ""),
         ssd=query.get("ssd", ""),
         rated_dwpd=number_of(query, "dwpd", RATED_DWPD),
         tenant=query.get("tenant", ""),
         namespace=query.get("namespace", "").lower(),
-        model=_model(query),
-        round=round_of(query),
-        speed=speed_of(query),
+        model=model,
+        round=round_,
+        speed=speed,
     )
+
+
+def _refuse_what_needs_a_model(query: Mapping[str, str]) -> None:
+    if query.get("dtype"):
+        known_dtype(query["dtype"])
+    idle = [name for name in ("dtype", *ROUND_NAMES, *SPEED_NAMES) if query.get(name)]
+    if idle:
+        raise InvalidInputError(
+            f"{', '.join(idle)}: that is of a what-if, which needs a model: layers, heads, and head_size or hidden_size"
+        )
 
 
 def round_of(query: Mapping[str, str]) -> RoundShape:
@@ -105,7 +122,7 @@ def size_of(text: str, present_bytes: int, name: str) -> int:
 
 
 def number_of(query: Mapping[str, str], name: str, default: float, *, at_least: float = 1e-9) -> float:
-    """A finite number of a query."""
+    """A number of a query, so bounded that nothing worked out of it overflows."""
     text = query.get(name)
     if text is None or text == "":
         return default
@@ -113,8 +130,9 @@ def number_of(query: Mapping[str, str], name: str, default: float, *, at_least: 
         value = float(text)
     except ValueError:
         value = math.nan
-    if not (math.isfinite(value) and value >= at_least):
-        raise InvalidInputError(f"{name} = {text!r}: it must be a number{'' if at_least == 0 else ' above 0'}")
+    if not at_least <= value <= NUMBER_MAX:
+        least = "from 0 on" if at_least == 0 else "above 0"
+        raise InvalidInputError(f"{name} = {text!r}: it must be a number {least} and at most {NUMBER_MAX:g}")
     return value
 
 

@@ -19,8 +19,9 @@ from rich.cells import cell_len
 from kvservice.__main__ import main
 from kvservice.config import process_environment
 from kvservice.model.errors import UnavailableError
+from kvservice.text import printable
 from kvservice.top import Watch
-from kvservice.top_frame import Seen, frame, printable
+from kvservice.top_frame import Seen, frame
 from kvservice.top_rates import COUNTERS, answers_of, rates
 from tests.page.builders import HOSTILE, PageWorld
 

@@ -46,6 +46,9 @@ def test_a_vision_models_text_part_counts() -> None:
         ({"num_hidden_layers": "28"}, "num_hidden_layers"),
         ({"num_key_value_heads": -4}, "num_key_value_heads"),
         ({"torch_dtype": "int3"}, "dtype"),
+        ({"num_attention_heads": 4000}, "head_dim"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads"),
+        ({"hidden_size": 10**400}, "hidden_size"),
     ],
 )
 def test_a_configuration_that_says_nothing_usable_is_refused(change: dict[str, Any], message: str) -> None:
@@ -92,6 +95,13 @@ def test_without_a_speed_seconds_are_unknown_and_the_answer_says_what_to_give() 
     assert found["prefill_saved_s"] is None
     assert found["break_even_bytes_per_s"] is None
     assert any("prefill_tokens_per_s" in note for note in found["notes"])
+
+
+def test_a_limit_too_large_for_a_number_is_none() -> None:
+    assert (
+        what_if(model_shape(QWEN_7B), RoundShape(private_share=5e-324, refresh_ratio=0.0), Speed())["ratio_limit"]
+        is None
+    )
 
 
 @settings(deadline=None)

@@ -1,10 +1,13 @@
 """GET /plan, GET /curves and `kvservice plan`."""
 
+import io
 import json
 import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
+from email.message import Message
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +16,13 @@ import pytest
 from kvservice.__main__ import main
 from kvservice.app import Service
 from kvservice.config import Settings
+from kvservice.planning.command import _message
 from kvservice.planning.document import PlanDocument
 from kvservice.planning.measuring import CurvesDocument
 from kvservice.planning.planner import make_plan
 from kvservice.planning.report import print_plan
 from kvservice.planning.request import parse_request
-from tests.planning.test_planner import make_measured
+from tests.planning.test_planner import CURVE, make_measured
 
 MODEL = {"layers": "28", "heads": "28", "kv_heads": "4", "head_size": "128"}
 
@@ -51,11 +55,20 @@ def test_a_what_if_is_answered_by_query(port: int) -> None:
 
 @pytest.mark.parametrize(
     ("query", "message"),
-    [("host=2y", "2x"), ("hots=2x", "did you mean host"), ("host=2x&host=3x", "once"), ("tenant=nobody", "no lookups")],
+    [
+        ("plan?host=2y", "2x"),
+        ("plan?hots=2x", "did you mean host"),
+        ("plan?host=2x&host=3x", "once"),
+        ("plan?tenant=nobody", "no lookups"),
+        ("plan?layers=1&heads=100&hidden_size=10", "head_size"),
+        ("plan?host=" + "9" * 400, "64GiB"),
+        ("plan?agents=20", "layers"),
+        ("curves?ssd=3x", "tenant, namespace"),
+    ],
 )
 def test_bad_questions_are_answered_with_400_and_what_to_write(port: int, query: str, message: str) -> None:
     with pytest.raises(urllib.error.HTTPError, match="400") as caught:
-        urllib.request.urlopen(f"http://127.0.0.1:{port}/plan?{query}", timeout=10)
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/{query}", timeout=10)
     answer = json.load(caught.value)
     assert answer["error"] == "INVALID_INPUT"
     assert message in answer["message"]
@@ -111,3 +124,26 @@ def test_a_measured_plan_is_printed_with_its_window_and_its_error(capsys: pytest
     printed = " ".join(capsys.readouterr().out.split())
     for words in ("planned", "30000 lookups", "working set", "+-", "times the SSD", "+1.0 GiB host memory"):
         assert words in printed
+
+
+def test_names_of_tenants_are_printed_and_not_obeyed(capsys: pytest.CaptureFixture[str]) -> None:
+    scope = "tenant [/x]\x1b[2J[red]"
+    measured = make_measured(curve=replace(CURVE, name=scope), scope=scope, written_bytes_per_s=None)
+    print_plan(make_plan(measured, parse_request({"tenant": scope, "ssd": "1TiB"})))
+    print_plan(make_plan(make_measured(curve=None, scope=scope), parse_request({"tenant": scope})))
+    printed = capsys.readouterr().out
+    assert "\x1b[2J" not in printed
+    assert printed.count("[/x]\ufffd[2J[red]") >= 3
+    assert "as if it had the node alone" in " ".join(printed.split())
+
+
+def test_what_a_node_refuses_with_is_printed_and_not_obeyed() -> None:
+    body = io.BytesIO(json.dumps({"message": "There are: tenant \x1b[2J"}).encode())
+    error = urllib.error.HTTPError("", 400, "", Message(), body)
+    assert _message(error) == "There are: tenant \ufffd[2J"
+    error.close()
+
+
+def test_an_estimate_of_wear_is_printed_as_one(capsys: pytest.CaptureFixture[str]) -> None:
+    print_plan(make_plan(make_measured(written_bytes_per_s=None), parse_request({"ssd": "1TiB"})))
+    assert "estimated from what is published" in " ".join(capsys.readouterr().out.split())

@@ -1,12 +1,16 @@
 """Plans of a node: what its lookups and stores teach it, and whether a node of the planned size does as it said."""
 
+import math
+
 import pytest
 
 from kvservice.curves.scopes import namespace_scope
 from kvservice.model.errors import InvalidInputError
 from kvservice.model.identity import Identity
 from kvservice.planning.document import PlanDocument
-from kvservice.planning.measuring import curves_of, plan_of
+from kvservice.planning.measuring import curves_of, finite, measure, plan_of
+from kvservice.planning.planner import _storage
+from kvservice.planning.request import PlanRequest
 from kvservice.wire.v1 import cache_pb2 as wire
 from tests.curves.builders import zipf
 from tests.server.builders import Client, World, make_identity, make_meta, make_planes, make_relative
@@ -44,6 +48,11 @@ async def test_a_node_of_the_planned_size_finds_what_was_predicted_within_three_
     assert plan["observed_hit_ratio"] == pytest.approx(observed, abs=1e-4)
     assert now["policy"] == "simulated"
     assert now["hit_ratio"] == pytest.approx(observed, abs=0.03)
+    wear = plan_of(small.node, {"host": "2x", "ssd": "1TiB"})["endurance"]
+    assert wear is not None
+    assert wear["rests_on"] == "published"
+    published = small.node.counters.published_bytes / (LOOKUPS * 0.1) * 86400
+    assert 0 < wear["written_bytes_per_day"] < published, "what the larger node finds is not written again"
     large = await serve(World(arena_bytes=2 * ARENA_BYTES), trace)
     assert large > observed + 0.05, "the larger node finds more, or this proves nothing"
     assert planned["hit_ratio"] == pytest.approx(large, abs=0.03)
@@ -116,6 +125,38 @@ async def test_plans_are_for_a_tenant_or_a_namespace_too_and_unknown_ones_are_na
         plan_of(world.node, {"namespace": "xyz"})
 
 
+async def test_a_tenant_that_is_no_longer_alone_is_told_what_was_lost() -> None:
+    world, one, two = World(), make_identity(tenant="one"), make_identity(tenant="two")
+    await look_up(world, one)
+    before = plan_of(world.node, {"tenant": "one"})
+    assert "1 segments looked up, " in before["missing"]
+    await look_up(world, two)
+    assert "since another tenant appeared" in plan_of(world.node, {"tenant": "one"})["missing"]
+    assert "since another" not in plan_of(world.node, {"tenant": "two"})["missing"]
+    spaces = {"namespace": one.namespace().hex()}
+    assert "since another namespace appeared" in plan_of(world.node, spaces)["missing"]
+
+
+async def test_the_plan_of_a_tenant_leaves_out_what_is_the_whole_nodes() -> None:
+    world, one, two = World(), make_identity(tenant="one"), make_identity(tenant="two")
+    for identity in (one, two):
+        await world.client(identity).store(make_meta(identity), make_planes())
+        await look_up(world, identity)
+    node, tenant = (measure(world.node, PlanRequest(tenant=name)) for name in ("", "one"))
+    assert node.published_bytes_per_s > 0
+    assert node.written_bytes_per_s is None, "there is no SSD"
+    assert node.stored_bytes > 0
+    assert (tenant.published_bytes_per_s, tenant.written_bytes_per_s, tenant.ssd_load_bytes_per_s) == (0, None, 0)
+    assert (tenant.stored_bytes, tenant.dense_bytes, tenant.wanted, tenant.written) == (0, 0, 0, 0)
+    storage = _storage(tenant, tenant.curve) if tenant.curve is not None else None
+    assert storage is not None
+    assert (storage["mirror_gain"], storage["dedup_gain"]) == (None, None)
+
+
+def test_what_is_not_finite_is_not_known() -> None:
+    assert finite({"a": [1.0, math.inf, {"b": math.nan}], "c": "x"}) == {"a": [1.0, None, {"b": None}], "c": "x"}
+
+
 async def test_curves_that_fail_stop_and_lookups_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World()
     client = await look_up(world, IDENTITY)
@@ -133,4 +174,4 @@ async def test_curves_that_fail_stop_and_lookups_go_on(monkeypatch: pytest.Monke
     _, lease = await client.find(METAS[0])
     assert lease
     assert not curves.events
-    assert "no traffic" in plan_of(world.node, {})["missing"]
+    assert "no curves are kept" in plan_of(world.node, {})["missing"]

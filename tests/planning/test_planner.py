@@ -41,7 +41,7 @@ def make_measured(**changes: Any) -> Measured:
     measured = Measured(
         host_bytes=GIB, ssd_bytes=0, half_life_s=21600.0, curve=CURVE, points=(), asked=1000, found=500, token_s=1e-4,
         is_token_s_measured=True, token_bytes=57344, ssd_load_bytes_per_s=0.0, written_bytes_per_s=1e6,
-        stored_bytes=GIB, dense_bytes=3 * GIB, wanted=300, written=100,
+        published_bytes_per_s=5e6, stored_bytes=GIB, dense_bytes=3 * GIB, wanted=300, written=100,
     )  # fmt: skip
     return replace(measured, **changes)
 
@@ -95,7 +95,35 @@ def test_writes_follow_the_misses_and_wear_is_said_where_it_is_too_much() -> Non
     assert endurance["dwpd"] == pytest.approx(written / (4 * GIB))
     assert endurance["life_share"] == pytest.approx(endurance["dwpd"] / 3)
     assert any("rated for 3" in line for line in plan["advice"])
+    assert endurance["rests_on"] == "written"
     assert make_plan(make_measured(), PlanRequest())["endurance"] is None
+
+
+def test_wear_of_an_ssd_that_is_not_there_rests_on_what_is_published_and_says_so() -> None:
+    plan = make_plan(make_measured(written_bytes_per_s=None), PlanRequest(ssd="1TiB"))
+    endurance, now, planned = plan["endurance"], plan["now"], plan["planned"]
+    assert endurance is not None
+    assert now is not None
+    assert planned is not None
+    written = 5e6 * 86400 * (1 - planned["hit_ratio"]) / (1 - now["hit_ratio"])
+    assert endurance["written_bytes_per_day"] == pytest.approx(written)
+    assert endurance["rests_on"] == "published"
+    assert any("estimated from what is published" in line for line in plan["advice"])
+
+
+def test_wear_is_unknown_where_nothing_was_published() -> None:
+    plan = make_plan(make_measured(written_bytes_per_s=None, published_bytes_per_s=0.0), PlanRequest(ssd="1TiB"))
+    assert plan["endurance"] is None
+    assert any("writes to the SSD are not known" in line for line in plan["advice"])
+
+
+def test_the_plan_of_a_tenant_says_what_it_assumes() -> None:
+    curve = replace(CURVE, name="tenant one")
+    plan = make_plan(make_measured(curve=curve, scope="tenant one"), PlanRequest(tenant="one"))
+    assert "tenant one" in plan["assumes"]
+    assert "as if it had the node alone" in plan["assumes"]
+    assert plan["assumes"] in plan["advice"]
+    assert make_plan(make_measured(), PlanRequest())["assumes"] == ""
 
 
 def test_break_even_says_whether_loading_pays_and_whether_the_speed_was_measured() -> None:
@@ -127,11 +155,28 @@ def test_storage_is_told_in_gains_and_working_sets() -> None:
     ],
 )
 def test_without_traffic_it_says_so_and_gives_no_number(curve: ScopeCurve | None, message: str) -> None:
-    plan = make_plan(make_measured(curve=curve), PlanRequest(host="2x"))
+    plan = make_plan(make_measured(curve=curve, asked=0), PlanRequest(host="2x"))
     assert not plan["is_measured"]
     assert plan["planned"] is None
     assert message in plan["missing"]
     assert message in plan["advice"][0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"curve": None, "is_split": True}, "too little was noted of tenant one since another tenant appeared"),
+        ({"curve": replace(CURVE, references=999), "is_split": True}, "999 segments looked up since another tenant"),
+        ({"curve": None}, "no lookups of tenant one of late"),
+        ({"curve": replace(CURVE, window_s=5.0)}, "curve began 5 s ago"),
+        ({"curve": None, "is_kept": False}, "no curves are kept"),
+        ({"curve": None, "scope": "node"}, "no traffic of late"),
+    ],
+)
+def test_of_a_tenant_that_had_traffic_it_is_not_said_that_nobody_looked(changes: dict[str, Any], message: str) -> None:
+    plan = make_plan(make_measured(**{"scope": "tenant one", **changes}), PlanRequest(tenant="one"))
+    assert message in plan["missing"]
+    assert "no traffic yet" not in plan["missing"]
 
 
 def test_a_what_if_needs_no_traffic() -> None:

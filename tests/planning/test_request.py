@@ -3,7 +3,7 @@
 import pytest
 
 from kvservice.model.errors import InvalidInputError
-from kvservice.planning.request import DEFAULT_ROUND, PlanRequest, parse_request, size_of
+from kvservice.planning.request import CURVE_NAMES, DEFAULT_ROUND, PlanRequest, parse_request, size_of
 
 GIB = 1 << 30
 
@@ -53,8 +53,22 @@ def test_a_what_if_takes_a_models_numbers() -> None:
         ({"layers": "2", "heads": "2", "head_size": "8", "dtype": "int9"}, "int9"),
         ({"tenant": "a", "namespace": "b"}, "not for both"),
         ({"agents": "9" * 5000}, "whole number"),
+        ({"host": "9" * 400}, "64GiB"),
+        ({"prefill_tokens_per_s": "1e308"}, "at most"),
+        ({"layers": "1", "heads": "100", "hidden_size": "10"}, "head_size"),
+        ({"layers": "1", "heads": "1", "kv_heads": "", "head_size": "9" * 13}, "whole number"),
+        ({"agents": "20"}, "agents.*layers, heads"),
+        ({"flops": "1e14"}, "flops.*layers, heads"),
+        ({"dtype": "foo"}, "foo.*use one of"),
+        ({"dtype": "fp8"}, "dtype.*layers, heads"),
     ],
 )
 def test_bad_questions_are_refused_with_what_to_write(query: dict[str, str], message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         parse_request(query)
+
+
+def test_a_curve_has_fewer_parameters_than_a_plan() -> None:
+    assert parse_request({"tenant": "a"}, CURVE_NAMES).tenant == "a"
+    with pytest.raises(InvalidInputError, match=r"'ssd' is no parameter.*tenant, namespace"):
+        parse_request({"ssd": "3x"}, CURVE_NAMES)

@@ -73,6 +73,12 @@ def test_sizes_are_read_with_units() -> None:
     assert [parse_bytes(text) for text in ("7", "1KiB", "1.5GiB", "2 TiB")] == [7, 1024, 3 << 29, 2 << 40]
 
 
+@pytest.mark.parametrize("text", ["9" * 400, "9" * 400 + "TiB", "8388608TiB"])
+def test_sizes_beyond_every_file_are_no_sizes(text: str) -> None:
+    with pytest.raises(ConfigError, match="too large"):
+        parse_bytes(text)
+
+
 def test_fewer_than_forty_settings_each_with_a_reason() -> None:
     specs = dataclasses.fields(Settings)
     assert len(specs) < 40
