@@ -11,7 +11,7 @@ SEED ?=
 RUN := PYTHONSAFEPATH=1 $(VENV)/bin/
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo serve test crash simulation vllm-env test-vllm page-env test-page check-alerts check proto bench bench-vllm bench-quality lock clean
+.PHONY: setup demo serve test crash simulation vllm-env test-vllm page-env test-page check-alerts check proto bench bench-vllm bench-vllm-rounds bench-quality lock clean
 
 setup: $(STAMP)
 
@@ -77,6 +77,11 @@ bench: setup
 bench-vllm: setup vllm-env
 	model=$$($(RUN)python -c "import sys, pathlib, kvservice.client.demo.model as m; print(m.smollm2(pathlib.Path(sys.argv[1])))" $(MODEL_CACHE)) \
 		&& PYTHONSAFEPATH=1 $(VLLM_VENV)/bin/python bench/vllm_ttft.py --model $$model
+
+# Rounds inside vLLM: time, bytes and agreement against full prefill; four minutes.
+bench-vllm-rounds: setup vllm-env
+	model=$$($(RUN)python -c "import sys, pathlib, kvservice.client.demo.model as m; print(m.smollm2(pathlib.Path(sys.argv[1])))" $(MODEL_CACHE)) \
+		&& PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR) $(VLLM_VENV)/bin/python -m bench.vllm_rounds --model $$model
 
 # What reuse costs in quality and saves in bytes: half an hour to an hour of one core, a page at the end.
 bench-quality: setup
