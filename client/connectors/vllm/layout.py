@@ -225,7 +225,7 @@ def _probe(module: Any, cache: Tensor, heads: int, head_size: int) -> tuple[Tens
     weight = 1
     while weight < elements:
         rows = (1 + (codes // weight) % _CODE_BASE / _CODE_BASE).to(cache.dtype)
-        scratch = _scratch(cache, 1)
+        scratch = scratch_blocks(cache, 1)
         module.impl.do_kv_cache_update(module, rows[0].contiguous(), rows[1].contiguous(), scratch, slots)
         digits = (_block_values(scratch)[0].double() - 1) * _CODE_BASE
         if not torch.equal(digits, digits.round()):
@@ -246,7 +246,7 @@ def _check_learnt(layout: BlockLayout, module: Any, cache: Tensor, heads: int, h
     generator = torch.Generator().manual_seed(1)
     slots = torch.randperm(3 * size, generator=generator)[: 2 * size + 1].to(cache.device)
     rows = torch.randn(2, len(slots), heads, head_size, generator=generator).to(cache.dtype).to(cache.device)
-    theirs, ours = _scratch(cache, 3), _scratch(cache, 3)
+    theirs, ours = scratch_blocks(cache, 3), scratch_blocks(cache, 3)
     module.impl.do_kv_cache_update(module, rows[0].contiguous(), rows[1].contiguous(), theirs, slots)
     wanted = [_storage_bits(plane.reshape(len(slots), -1)) for plane in rows]
     read = [torch.empty_like(plane) for plane in wanted]
@@ -257,7 +257,7 @@ def _check_learnt(layout: BlockLayout, module: Any, cache: Tensor, heads: int, h
         raise UnknownLayoutError("a block's layout depends on more than the place in the block")
 
 
-def _scratch(cache: Tensor, blocks: int) -> Tensor:
+def scratch_blocks(cache: Tensor, blocks: int) -> Tensor:
     """Zeroed blocks of our own, packed like the cache's."""
     elements = cache[0].numel()
     memory = torch.zeros(blocks * elements, dtype=cache.dtype, device=cache.device)

@@ -37,11 +37,10 @@ class Stage(enum.Enum):
 class Member:
     """``prompt``: as wished, or under the raised ratio. ``ticket``: what was found, ``place`` its prompt there.
 
-    ``is_refreshed``: what follows its first shared segment is refreshed KV. ``is_loading``: a pass is at it.
-
     ``leaders``: whom it waits for, since ``follows_s``. ``is_judged_alone``: its round was decided before, or it has
-    none. ``saves``: segments to be saved when their rows are whole, in prompt order; ``unsettled``: how many of those
-    that were ordered are neither stored nor given up yet.
+    none. ``is_loading``: a pass is at it. ``is_refreshed``: what follows its first shared segment is refreshed KV.
+    ``saves``: segments to be saved when their rows are whole, in prompt order; ``unsettled``: how many of those that
+    were ordered are neither stored nor given up yet.
     """
 
     request_id: str
@@ -56,7 +55,6 @@ class Member:
     seen_s: float = 0.0
     known_tokens: int = 0
     is_judged_alone: bool = False
-    is_refused: bool = False
     is_over: bool = False
     saves: list[Chunk] | None = None
     is_refreshed: bool = False

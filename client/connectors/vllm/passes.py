@@ -9,7 +9,6 @@ their blocks any more, and the engine computes them.
 """
 
 import logging
-import queue
 import threading
 import time
 from collections import deque
@@ -147,7 +146,6 @@ class Passes:
         self._under_way: deque[_Pass] = deque()
         self._ended: list[Ended] = []
         self._news = threading.Event()
-        self._told: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def warm_up(self) -> None:
         """Have a thread prepare what the first pass needs; returns at once."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvservice.client.connectors.vllm.engine_layers import EngineLayers, NoRefreshError
+from kvservice.client.connectors.vllm.layout import scratch_blocks
 from kvservice.client.connectors.vllm.paged import EnginePaged, Place
 from kvservice.client.reuse.engine import Planes, Rows
 from kvservice.model.errors import SlotError
@@ -250,7 +251,7 @@ def _scratch_caches(attentions: tuple[Any, ...]) -> Iterator[list[Tensor]]:
     Yields the memory of each, ``_SCRATCH_BLOCKS`` and one that lies before them and belongs to nobody.
     """
     theirs = [attention.kv_cache for attention in attentions]
-    memory = [_scratch(cache) for cache in theirs]
+    memory = [scratch_blocks(cache, 1 + _SCRATCH_BLOCKS) for cache in theirs]
     try:
         for attention, whole in zip(attentions, memory, strict=True):
             attention.kv_cache = whole[1:]
@@ -258,12 +259,6 @@ def _scratch_caches(attentions: tuple[Any, ...]) -> Iterator[list[Tensor]]:
     finally:
         for attention, cache in zip(attentions, theirs, strict=True):
             attention.kv_cache = cache
-
-
-def _scratch(cache: Tensor) -> Tensor:
-    elements = cache[0].numel()
-    memory = torch.zeros((1 + _SCRATCH_BLOCKS) * elements, dtype=cache.dtype, device=cache.device)
-    return memory.as_strided((1 + _SCRATCH_BLOCKS, *cache.shape[1:]), (elements, *cache.stride()[1:]))
 
 
 def _check(engine: VllmEngine, memory: list[Tensor]) -> None:

@@ -126,7 +126,7 @@ class Rounds:
     def refuse(self, member: Member) -> None:
         """Its pass failed: it is computed, and its segments are saved like those of any other."""
         self._let_go(member)
-        member.is_refused, member.reused_tokens, member.saves = True, 0, None
+        member.reused_tokens, member.saves = 0, None
         self._decide(member, Role.COMPUTE)
 
     def let_go(self, member: Member) -> None:
@@ -278,7 +278,7 @@ class Rounds:
             self._without_answer(together)
         elif member.is_judged_alone:
             for one in together:
-                self._decide(one, Role.COMPUTE if one.is_refused else judge(_run_of(one), self._thresholds))
+                self._decide(one, judge(_run_of(one), self._thresholds))
         else:
             self._choose_roles(together)
 

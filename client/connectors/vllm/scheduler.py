@@ -179,7 +179,8 @@ class SchedulerSide:
         if count <= 0:
             self._drop_ticket(tracked)
             return
-        order = self._load_order(tracked, block_ids()[0], count, is_refreshed=is_refreshed)
+        blocks = tuple(block_ids()[0])
+        order = self._load_order(tracked, blocks, count, is_refreshed=is_refreshed)
         ticket, tracked.ticket = tracked.ticket, None
         if ticket is not None:
             self._tickets -= 1
@@ -188,7 +189,6 @@ class SchedulerSide:
             tracked.load = LoadUnderWay(ticket, order, member.missing_rows(exact_end, order.end))
             member.is_loading = True
             self._rounds.ordered(order.end - exact_end)
-            blocks = tuple(block_ids()[0])
             self._refreshes.append(RefreshOrder(order, exact_end, blocks, member.prompt, member.wish.asked.round))
         else:
             tracked.load = LoadUnderWay(ticket, order)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from kvservice.client.connectors.vllm.engine_memory import engine_memory
+from kvservice.client.connectors.vllm.layout import scratch_blocks
 from kvservice.client.connectors.vllm.paged import EnginePaged, Place
 from kvservice.client.connectors.vllm.saves import Staging
 from kvservice.client.connectors.vllm.snapshot import Snapshot
@@ -25,7 +26,8 @@ BLOCKS = 3
 
 def warm_up(paged: EnginePaged, identity: Identity) -> None:
     """Restore a master and a mirror of zeros, compare and snapshot rows. The engine's own memory is not touched."""
-    scratch = _scratch(paged)
+    caches = [scratch_blocks(cache, BLOCKS) for cache in paged.caches]
+    scratch = EnginePaged(caches, paged.layouts, paged.indices, paged.block_size, paged.geometry)
     tokens = scratch.layouts[0].block_size + 1
     master, mirror = _records(identity, tokens)
     slots = np.arange(2 * tokens, dtype=np.int64)
@@ -50,16 +52,6 @@ def warm_up(paged: EnginePaged, identity: Identity) -> None:
     ]
     snapshot.gather_layer(0, snapshot.slots_of(0), bits)
     snapshot.close()
-
-
-def _scratch(paged: EnginePaged) -> EnginePaged:
-    """Zeroed blocks of our own, packed like the engine's."""
-    caches = []
-    for cache in paged.caches:
-        elements = cache[0].numel()
-        memory = torch.zeros(BLOCKS * elements, dtype=cache.dtype, device=cache.device)
-        caches.append(memory.as_strided((BLOCKS, *cache.shape[1:]), (elements, *cache.stride()[1:])))
-    return EnginePaged(caches, paged.layouts, paged.indices, paged.block_size, paged.geometry)
 
 
 def _records(identity: Identity, tokens: int) -> tuple[RecordReader, RecordReader]:
