@@ -18,9 +18,20 @@ from kvservice.client.restore import Progress, RecordBook
 from kvservice.client.rounds import RoundPrompt
 from kvservice.client.session import Session
 from kvservice.client.store_draft import Diff, Draft
+from kvservice.client.transport import Arena
+from kvservice.kernels.shapes import Rotation
 from kvservice.model.cache import CacheMeta
-from kvservice.model.errors import InvalidInputError, KVServiceError, MasterGoneError, SlotError, error_from_code
+from kvservice.model.errors import (
+    CorruptError,
+    InvalidInputError,
+    KVServiceError,
+    LeaseExpiredError,
+    MasterGoneError,
+    SlotError,
+    error_from_code,
+)
 from kvservice.model.identity import Identity, Namespace
+from kvservice.model.lease import Lease
 from kvservice.model.plan import PlannedSegment
 from kvservice.model.segment import CacheKey
 from kvservice.storage.record import RecordReader, WrittenRecord
@@ -37,7 +48,7 @@ class StoreOutcome(enum.Enum):
     EXISTS = "exists"
     """Held already, or being written by another client: the first writer wins."""
     REFUSED = "refused"
-    """The node would not take it; ``error`` says why."""
+    """The node would not take it, or what it was to be made of is gone; ``error`` says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +118,6 @@ class _Item:
     written: WrittenRecord | None = None
     generation: int = 0
     record_bytes: int = 0
-    is_known: bool = False
 
     def settle(self, outcome: StoreOutcome, error: KVServiceError | None = None) -> None:
         self.outcome, self.error, self.reservation = outcome, error, None
@@ -129,6 +139,7 @@ class StoreCall:
     memory: PagedMemory
     on_progress: Progress | None
     items: list[_Item] = field(default_factory=list)
+    leases: Sequence[Lease] = ()
 
     def add(self, number: int, request: StoreRequest, book: RecordBook) -> None:
         """Take in one prompt. Raises before anything is reserved."""
@@ -147,19 +158,19 @@ class StoreCall:
             known = request.diffs.get(index)
             if known is None and (rows < 0).any():
                 raise SlotError(f"segment {index} at position {segment.position}: a row to store has no slot (-1)")
-            item.draft = Draft(meta, rows, _base(request.base, index, book, self.identity, meta), known)
+            base = _base(request.base, index, book, self.identity, meta)
+            item.draft = Draft(meta, rows, base, known, is_known=known is not None)
             if known is not None:
-                item.is_known = True
                 _check_known(item.draft, index)
 
     def run(self, leases: Iterable[PromptPlan]) -> None:
         """Compare, reserve, write, commit. On any error what is not published is given back."""
         for item in self._drafts():
             assert item.draft is not None
-            if not item.is_known:
+            if not item.draft.is_known:
                 item.draft.find_diff(self.memory, layer_rotations(self.identity))
-        for plan in leases:
-            self.session.check_lease(plan.plan.lease)  # diffs read after a lease was lost must not count
+        self.leases = [plan.plan.lease for plan in leases]
+        self._check_leases()  # diffs read after a lease was lost must not count
         try:
             self._publish(self.on_progress)
             if self._take_back_orphans():  # their masters went between reserve and commit
@@ -172,19 +183,24 @@ class StoreCall:
         return (item for item in self.items if item.outcome is None)
 
     def _publish(self, on_progress: Progress | None) -> None:
-        """All drafts, from reservation to commit; a mirror whose master is gone is reserved once more, dense."""
+        """All drafts, from reservation to commit; a mirror whose master is gone is reserved once more, whole."""
         self._reserve(list(self._drafts()))
         self._reserve(self._take_back_orphans())
         self._write(on_progress)
         self._commit()
 
     def _take_back_orphans(self) -> Sequence[_Item]:
-        """Mirrors refused because their master is gone, drafts again, dense now: they cannot be refused so twice."""
-        orphans = [item for item in self.items if isinstance(item.error, MasterGoneError) and not item.is_known]
+        """Mirrors refused because their master is gone, drafts again, whole now: they cannot be refused so twice."""
+        orphans = [item for item in self.items if isinstance(item.error, MasterGoneError)]
         for item in orphans:
             assert item.draft is not None
-            item.outcome = item.error = item.draft.base = item.draft.diff = None
+            item.outcome = item.error = None
+            item.draft.make_whole()
         return orphans
+
+    def _check_leases(self) -> None:
+        for lease in self.leases:
+            self.session.check_lease(lease)
 
     def _reserve(self, items: Sequence[_Item]) -> None:
         if not items:
@@ -200,13 +216,29 @@ class StoreCall:
                     item.settle(StoreOutcome.REFUSED, error_from_code(reply.error.code, reply.error.message))
 
     def _write(self, on_progress: Progress | None) -> None:
-        reserved = list(self._drafts())
+        reserved, rotations = list(self._drafts()), layer_rotations(self.identity)
         for done, item in enumerate(reserved, start=1):
             assert item.draft is not None
             assert item.reservation is not None
-            item.written = item.draft.write(self.session.write_view(item.reservation.extent), self.memory)
+            target = self.session.write_view(item.reservation.extent)
+            if item.draft.is_rebuilt:
+                self._rebuild(item, item.draft, target, rotations)
+            else:
+                item.written = item.draft.write(target, self.memory, rotations)
             if on_progress is not None:
                 on_progress(done, len(reserved))
+
+    def _rebuild(self, item: _Item, draft: Draft, target: Arena, rotations: Sequence[Rotation]) -> None:
+        """Write whole what was known as a difference from a master that is gone. REFUSED, alone, if no lease of ours
+        keeps that master's bytes any more.
+        """
+        assert item.reservation is not None
+        try:
+            item.written = draft.write(target, self.memory, rotations)
+            self._check_leases()  # rows read after a lease was lost must not count
+        except (CorruptError, LeaseExpiredError) as error:
+            self.session.abort([item.reservation.id])
+            item.settle(StoreOutcome.REFUSED, error)
 
     def _commit(self) -> None:
         written = list(self._drafts())
@@ -219,7 +251,7 @@ class StoreCall:
                 continue
             assert item.draft is not None
             item.generation = reply.generation
-            item.settle(StoreOutcome.MASTER if item.draft.diff is None else StoreOutcome.MIRROR)
+            item.settle(StoreOutcome.MIRROR if item.draft.is_mirror else StoreOutcome.MASTER)
 
     def _abort(self) -> None:
         """Give everything back. If the node is gone, so are the reservations: they die with the session."""

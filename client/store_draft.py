@@ -11,7 +11,7 @@ import numpy as np
 
 from kvservice.client.paged import PagedMemory, Slots
 from kvservice.kernels import cpu
-from kvservice.kernels.shapes import Bits, KernelInputError, Rotation
+from kvservice.kernels.shapes import Bits, KernelInputError, MirrorRows, Rotation
 from kvservice.model.cache import CacheMeta, MasterReference
 from kvservice.model.errors import InvalidInputError, NonFiniteError
 from kvservice.storage.record import (
@@ -41,13 +41,16 @@ class Diff:
 class Draft:
     """A segment's cache on its way into the arena. ``base``: the master it may be stored against, leased.
 
-    ``diff`` is set while it is to be stored as a mirror.
+    ``diff`` is set while it is to be stored as a mirror, and where its rows are known by nothing else. ``is_known``:
+    they are. ``is_whole``: it is to be stored dense whatever differs.
     """
 
     meta: CacheMeta
     slots: Slots
     base: RecordReader | None = None
     diff: Diff | None = None
+    is_known: bool = False
+    is_whole: bool = False
 
     def find_diff(self, memory: PagedMemory, rotations: Sequence[Rotation]) -> None:
         """Try to make it a mirror of ``base``. The base's layers are verified: a mirror of other bytes is for ever.
@@ -71,9 +74,25 @@ class Draft:
                 return
         self.diff = Diff(tuple(runs), tuple(rows))
 
+    def make_whole(self) -> None:
+        """Store it dense after all: its master can be referred to no more. As long as that is leased it is read."""
+        self.is_whole = True
+        if not self.is_known:
+            self.base = self.diff = None
+
+    @property
+    def is_mirror(self) -> bool:
+        """True while it is to be stored as what differs from its master."""
+        return self.diff is not None and not self.is_whole
+
+    @property
+    def is_rebuilt(self) -> bool:
+        """True if its rows are to be made of the master's: who writes it has to hold the master's lease until then."""
+        return self.is_whole and self.is_known
+
     def record(self) -> tuple[CacheMeta, RecordLayout]:
         """What is to be written: a mirror if a diff was found, else a dense master."""
-        if self.diff is None:
+        if self.diff is None or self.is_whole:
             return self.meta, master_layout(self.meta)
         meta = replace(self.meta, master=self.reference)
         return meta, mirror_layout(meta, self.diff.runs)
@@ -81,16 +100,21 @@ class Draft:
     @property
     def reference(self) -> MasterReference | None:
         """The master that the record will refer to; None if it is dense."""
-        if self.diff is None or self.base is None:
+        if not self.is_mirror or self.base is None:
             return None
         return MasterReference(self.base.meta.key.context, self.base.generation)
 
-    def write(self, buffer: Bits, memory: PagedMemory) -> WrittenRecord:
-        """Write the record into reserved bytes, in place. Raises NonFiniteError; the bytes are then no record."""
+    def write(self, buffer: Bits, memory: PagedMemory, rotations: Sequence[Rotation]) -> WrittenRecord:
+        """Write the record into reserved bytes, in place. Raises NonFiniteError; the bytes are then no record.
+
+        Raises CorruptError when the master that it is rebuilt from is not what was published.
+        """
         meta, layout = self.record()
         writer = RecordWriter(buffer, meta, layout)
         for layer in range(meta.geometry.layers):
-            if self.diff is None:
+            if self.is_rebuilt:
+                self._rebuild(layer, rotations[layer], writer.master_planes(layer))
+            elif self.diff is None:
                 self._gather(memory, layer, writer.master_planes(layer))
             else:
                 targets = writer.mirror_rows(layer, self.diff.runs[layer])
@@ -111,6 +135,20 @@ class Draft:
                 f"cache {self.meta.key} at position {self.meta.position}, layer {layer}, against its base at "
                 f"{master.position}: {error}, or leave it out of `segments`; nothing was stored"
             ) from error
+
+    def _rebuild(self, layer: int, rotation: Rotation, out: Sequence[Bits]) -> None:
+        """A layer's rows as the engine has them: the master's, moved, and the known ones in their places."""
+        assert self.base is not None
+        assert self.diff is not None
+        self.base.verify_layer(layer)
+        geometry = self.meta.geometry
+        mirror = MirrorRows(self.meta.position, self.diff.runs[layer], self.diff.rows[layer])
+        master = self.base.master_planes(layer)
+        dense = cpu.materialise_layer(
+            master, self.base.meta.position, mirror, geometry.planes, rotation, geometry.dtype
+        )
+        for target, rows in zip(out, dense, strict=True):
+            np.copyto(target, rows)
 
     def _gather(self, memory: PagedMemory, layer: int, out: Sequence[Bits]) -> None:
         count = memory.gather_layer(layer, self.slots, out)

@@ -17,7 +17,7 @@ Planes = tuple[Tensor, ...]
 """One tensor `[rows, heads, head_size]` per plane, in the KV dtype: (K, V), or the one latent plane of MLA."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Rows:
     """Some rows of one or several prompts, ordered by (prompt, position), and where each whole prompt lies in paged KV.
 

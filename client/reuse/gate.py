@@ -1,5 +1,7 @@
 """The round gate: collects the members of a round until all are there or a short limit has passed, then stays open.
 
+A name may be used for one round after the other. A complete round is forgotten, an incomplete one with ``renew``.
+
 State only: it never waits and never looks at a prompt. One thread; who waits asks again, at every step of its engine.
 """
 
@@ -98,6 +100,23 @@ class RoundGate:
         elif known.announced != (count, names, limit_s):
             said, limit_s = sorted(known.announced[1]) or known.announced[0], known.announced[2]
             raise InvalidInputError(f"round {round_id!r} was announced with {said} and {limit_s:g} s; keep to it")
+
+    def renew(self, round_id: str, agent: str, expected: int | Collection[str]) -> bool:
+        """Forget a round that was left incomplete if ``agent`` begins another of its name; True if it does.
+
+        To be asked before it announces, and only if all that ever came are done: the gate does not know that. Then who
+        came before comes for a new round, and so does who expects others. Who was missing is late for the old one, and
+        nothing is gained by having it wait for agents that have gone.
+        """
+        known = self._rounds.get(round_id)
+        if known is None or known.ready or known.opens_s is None or self._clock() < known.opens_s:
+            return False
+        count = expected if isinstance(expected, int) else len(set(expected))
+        is_known = agent in known.gone or agent in known.withdrawn
+        if not is_known and count == known.announced[0]:
+            return False
+        del self._rounds[round_id]
+        return True
 
     def arrive(self, round_id: str, agent: str) -> None:
         """`agent`'s prompt is ready. Again while it waits: nothing changes. Again behind its pass, while others are

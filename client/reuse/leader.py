@@ -147,18 +147,6 @@ def _rank(member: RoundMember) -> tuple[bool, int, str]:
     return not member.is_critical, member.work_tokens, member.agent
 
 
-def role_behind_leader(
-    run: Sequence[SharedSegment], thresholds: Thresholds, *, is_stored: bool, waited_s: float, limit_s: float
-) -> Role:
-    """What a follower does now. `run`: as looked up last; `is_stored`: the leader has stored its caches since.
-
-    FOLLOW while there is time to wait. A leader that failed or is late leaves what was found before: mostly COMPUTE.
-    """
-    if not is_stored and waited_s < limit_s:
-        return Role.FOLLOW
-    return judge(run, thresholds)
-
-
 def group_by_segment(runs: Sequence[Sequence[SegmentId]]) -> list[list[int]]:
     """Which runs belong together: those that share a segment, and whatever shares one with these, whatever their
     lengths and orders. Indices, in order of the first; an empty run is a group of its own.

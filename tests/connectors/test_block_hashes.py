@@ -67,6 +67,16 @@ def test_equal_marks_share_and_others_do_not() -> None:
     assert not set(first[1:]) & set(other[1:])
 
 
+def test_a_second_mark_takes_the_place_of_the_first() -> None:
+    twice, once = Request(list(range(20))), Request(list(range(20)))
+    splice_block_hashes(twice, 5, BLOCK, b"a")
+    splice_block_hashes(twice, 5, BLOCK, b"b")
+    splice_block_hashes(once, 5, BLOCK, b"b")
+    for request in (twice, once):
+        request.append(list(range(9)))
+    assert twice.block_hashes == once.block_hashes
+
+
 def test_without_prefix_caching_there_is_nothing_to_rename() -> None:
     request = Request(list(range(20)), has_cache=False)
     splice_block_hashes(request, 5, BLOCK, b"mark")

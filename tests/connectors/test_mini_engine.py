@@ -200,6 +200,6 @@ def probe(sides: Sides) -> bool:
 
 
 def wait_for(condition: Any) -> bool:
-    """True once it holds; False if it does not within some seconds."""
+    """True once it holds; False if it does not within half a minute at least."""
     pause = threading.Event()
-    return any(condition() or pause.wait(0.01) for _ in range(1000))
+    return any(condition() or pause.wait(0.01) for _ in range(3000))

@@ -352,6 +352,17 @@ def test_slots_that_are_no_whole_blocks_are_refused() -> None:
             _block_tables(Rows.at(torch.arange(6), wrong), UNIT)
 
 
+def test_block_tables_are_made_once_for_rows_and_forgotten_with_them() -> None:
+    engine = parts()
+    ours, rows = VllmEngine(engine.layers(), engine.paged), two_prompts()
+    made = ours._block_tables(rows)
+    assert ours._block_tables(rows) is made
+    assert ours._block_tables(rows.take(torch.arange(3))) is not made, "other rows have other last ones"
+    del rows
+    gc.collect()
+    assert not ours._tables
+
+
 @pytest.mark.parametrize(
     ("rows_max", "runs_max", "ends"),
     [(0, 0, [7]), (100, 100, [7]), (3, 0, [3, 6, 7]), (0, 1, [2, 4, 5, 7]), (0, 3, [5, 7]), (4, 2, [4, 7])],

@@ -24,8 +24,10 @@ from kvservice.client.connectors.vllm.scheduler import LEASE_IDLE_S, SchedulerSi
 from kvservice.client.round_request import RoundRequest
 from kvservice.client.session import Session
 from kvservice.client.shared_memory import SharedMemoryTransport
+from kvservice.wire.v1 import cache_pb2 as wire
 from tests.client.builders import make_settings
 from tests.connectors.mini_engine import BLOCK, FakeRequest, engine_identity
+from tests.connectors.test_mini_engine import wait_for
 from tests.connectors.test_scheduler_side import EMPTY, Clock, step
 
 SHARED = [list(range(100, 110)), list(range(200, 207)), list(range(300, 309))]
@@ -64,7 +66,7 @@ class World:
         self.identity, self.clock, self.counts = engine_identity(name), Clock(), Counts()
         self.address = f"unix:{service.addresses.socket}"
         self.options = ConnectorOptions.of({"address": self.address, "chunk_tokens": 8, **options}, BLOCK)
-        self.link = Link(self.open_session, Breaker(self.clock, failures_max=2))
+        self.link = Link(self.open_session, Breaker(self.clock, failures_max=2, slow_s=60.0))
         namespaces = [self.identity.namespace()]
         self.lookups = Lookups(self.link, namespaces, self.counts, self.clock)
         self.chains = ChainMaker(namespaces, 8, BLOCK, ExtrasReader({}), self.counts)
@@ -90,6 +92,7 @@ class World:
             assert draft is not None
             draft.buffer[:] = 1
         saves.hand_over([draft for draft in drafts if draft is not None])
+        assert wait_for(lambda: not saves.bytes_waiting)  # closing waits for some seconds only
         saves.close()
 
     def agent(self, index: int, *, expect: int = 3, history: int = 0, twin: str = "", **more: Any) -> FakeRequest:
@@ -103,7 +106,7 @@ class World:
 
     def ask(self, request: FakeRequest, local: int = 0) -> tuple[int | None, bool]:
         """What is promised once all lookups under way have been answered."""
-        for _ in range(500):
+        for _ in range(10_000):
             found = self.side.matched_tokens(request, local)
             if found[0] is not None or self.lookups._asked == self.lookups._answered:
                 return self.side.matched_tokens(request, local)
@@ -359,6 +362,22 @@ def test_leases_last_from_the_promise_to_the_end_of_the_pass_and_no_longer(world
     for request in requests:
         world.side.ended(request)
     assert world.side.leases_held == 0
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_a_promise_whose_lease_ran_out_is_looked_up_again_before_it_is_taken(world: World, is_gone: bool) -> None:
+    requests = [world.agent(index) for index in range(3)]
+    world.settle_round(requests)
+    world.lead(requests[0])
+    assert world.settle_round(requests[1:]) == [(40, True), (43, True)]
+    session = world.link._session
+    assert session is not None
+    session._leases.clear()
+    if is_gone:
+        with world.open_session(is_writer=True) as other:
+            other.delete(wire.DeleteRequest(namespace=world.identity.namespace()))
+    found = [(0, False)] * 2 if is_gone else [(40, True), (43, True)]
+    assert world.settle_round(requests[1:]) == found
 
 
 def test_a_pass_that_failed_is_computed_and_never_asked_again(world: World) -> None:

@@ -7,12 +7,14 @@ Prints one line of JSON behind a mark: tokens of every prompt, what the connecto
 
 import json
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from typing import Any
 
 MARK = "ENGINE-LEG-RESULT "
 ROUND_MARK = "ENGINE-LEG-ROUND"
+STORES_TIMEOUT_S = 60.0
 CONNECTOR = {
     "kv_connector": "KVServiceConnector",
     "kv_connector_module_path": "kvservice.client.connectors.vllm",
@@ -35,6 +37,8 @@ def main() -> None:
             sys.stdin.readline()
         words = leg["round_words"][number] if "round_words" in leg else leg.get("words")
         result["runs"].append(_run(llm, prompts, words, leg))
+        if leg.get("is_settled"):
+            _wait_for_stores()
     result["tokens"] = [tokens for run in result["runs"] for tokens in run["tokens"]]
     result["metrics"] = _metrics(llm)
     result["idle"] = _idle(llm)
@@ -86,12 +90,23 @@ def _run(llm: Any, prompts: list[list[int] | str], words: list[Any] | None, leg:
     params = [params_of(said) for said in words or [None] * len(prompts)]
     asked = [prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt} for prompt in prompts]
     started_s = time.monotonic()
-    outputs = llm.generate(asked, params, use_tqdm=False)
+    outputs = llm.generate(asked, params, use_tqdm=False, lora_request=_adapters(leg))
     return {
         "seconds": time.monotonic() - started_s,
         "tokens": [list(output.outputs[0].token_ids) for output in outputs],
         "cached": [output.num_cached_tokens for output in outputs],
     }
+
+
+def _adapters(leg: Mapping[str, Any]) -> list[Any] | None:
+    """Of each prompt, if the leg has ``adapters``: a folder or null for each."""
+    if "adapters" not in leg:
+        return None
+    from vllm.lora.request import LoRARequest
+
+    names = sorted({folder for folder in leg["adapters"] if folder})
+    numbers = {folder: number for number, folder in enumerate(names, start=1)}
+    return [folder and LoRARequest(f"adapter {numbers[folder]}", numbers[folder], folder) for folder in leg["adapters"]]
 
 
 def _metrics(llm: Any) -> dict[str, float]:
@@ -133,6 +148,14 @@ def _counts() -> dict[str, float]:
         for name, value in connector.counts.totals().items():
             total[name] = total.get(name, 0) + value
     return total
+
+
+def _wait_for_stores() -> None:
+    """Until what the run has left to be stored is stored: a machine that compiles kernels first takes long."""
+    workers = [one._worker for one in _CONNECTORS if one._worker is not None]
+    deadline_s = time.monotonic() + STORES_TIMEOUT_S
+    while any(one._saves.bytes_waiting for one in workers) and time.monotonic() < deadline_s:
+        threading.Event().wait(0.01)
 
 
 def _idle(llm: Any) -> dict[str, float]:

@@ -78,6 +78,23 @@ def smollm2(cache: Path, python: Path) -> Path:
     return Path(done.stdout.splitlines()[-1])
 
 
+def tiny_adapter(folder: Path, *, seed: int, rank: int = 8) -> Path:
+    """A random LoRA adapter of ``tiny_llama``, large enough to change every answer. Returns the folder."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for layer in range(4):
+        for name, rows in (("q_proj", 128), ("v_proj", 64)):
+            prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            tensors[f"{prefix}.lora_A.weight"] = torch.randn(rank, 128, generator=generator) * TINY_STD
+            tensors[f"{prefix}.lora_B.weight"] = torch.randn(rows, rank, generator=generator)
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": ["q_proj", "v_proj"]}
+    config |= {"bias": "none", "task_type": "CAUSAL_LM"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
 def _write_tiny(target: Path, head_size: int, layers: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     hidden = 4 * head_size

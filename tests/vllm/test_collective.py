@@ -67,7 +67,9 @@ def plain(tiny_model: Path) -> list[list[int]]:
 
 def run(model: Path, service: ServiceProcess, tenant: str, runs: Sequence[Any], **leg: Any) -> Result:
     """One engine; each of ``runs`` is what its requests say, or None. A tenant's caches are its own."""
-    connector = {"address": service.address, "chunk_tokens": 64, "tenant": tenant, **leg.pop("options", {})}
+    connector = {"address": service.address, "chunk_tokens": 64, "tenant": tenant, "load_deadline_s": 60.0}
+    connector |= leg.pop("options", {})
+    leg.setdefault("is_settled", True)
     result = run_leg(
         model, rounds=[PROMPTS] * len(runs), round_words=list(runs), connector=connector, engine=ENGINE, **leg
     )

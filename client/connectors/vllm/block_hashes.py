@@ -14,6 +14,8 @@ from kvservice.model.segment import digest
 Hasher = Callable[[Any], list[bytes]]
 EXACT_END = "kvservice_exact_end"
 """What a spliced request is marked with, for as long as it lives: where its exact rows end, in tokens."""
+HASHER = "kvservice_hasher"
+"""Where a spliced request keeps the hasher that the engine gave it."""
 
 
 def splice_block_hashes(request: Any, first_token: int, block_size: int, mark: bytes) -> None:
@@ -21,12 +23,13 @@ def splice_block_hashes(request: Any, first_token: int, block_size: int, mark: b
 
     ``mark``: how the KV is refreshed. Requests with equal tokens and marks share blocks, so it must not name a request.
     ``block_size``: tokens of a hashed block. Without prefix caching there are no names, and nothing is done. To be
-    called once a request, before the engine first looks for its blocks.
+    called before the engine first looks for its blocks, and again, while it has none, if it is refreshed otherwise.
     """
     setattr(request, EXACT_END, first_token)
-    hasher: Hasher | None = request._block_hasher
+    hasher: Hasher | None = getattr(request, HASHER, request._block_hasher)
     if hasher is None:
         return
+    setattr(request, HASHER, hasher)
     first = first_token // block_size
     request._block_hasher = _spliced(hasher, first, mark)
     del request.block_hashes[first:]

@@ -8,6 +8,7 @@ import logging
 import os
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -97,9 +98,17 @@ class KVServiceConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is n
             block_size,
         )
         write_identities(self._options.identity_file, model.identities)
+        options = self._bounded(model.identity.geometry.layers)
         return SchedulerSide(
-            self._options, block_size, self._chains, lookups, self.counts, refuse_reuse=self._chains.refuse_reuse
+            options, block_size, self._chains, lookups, self.counts, refuse_reuse=self._chains.refuse_reuse
         )
+
+    def _bounded(self, layers: int) -> ConnectorOptions:
+        """With passes of so few rows that one layer of them is less work than a full step: a slice is a layer at least,
+        and who decodes waits no longer for it than for a chunk of a prefill.
+        """
+        most = int(self._vllm_config.scheduler_config.max_num_batched_tokens) * layers
+        return replace(self._options, refresh_rows_max=min(self._options.refresh_rows_max, most))
 
     def _reuse_refusal(self, model: EngineModel) -> str:
         if not self._options.reuse:

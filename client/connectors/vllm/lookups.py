@@ -19,11 +19,10 @@ from kvservice.client.connectors.vllm.metrics import Counts
 from kvservice.client.plans import PromptPlan, prompt_plan, prompt_query
 from kvservice.client.rounds import RoundPrompt
 from kvservice.client.session import NO_LEASE, Session
-from kvservice.model.cache import Tier
 from kvservice.model.errors import KVServiceError
 from kvservice.model.identity import Namespace
 from kvservice.model.lease import BootEpoch, Lease
-from kvservice.model.plan import Outcome
+from kvservice.model.plan import ARRIVES_FROM, Outcome
 from kvservice.wire.v1 import cache_pb2 as wire
 
 WAITING_MAX = 4096
@@ -328,7 +327,7 @@ def _answer(reply: wire.LookupReply) -> Answer:
     ranks = [prompt.segments for prompt in reply.prompts]
     is_held = tuple(all(one.outcome == Outcome.HIT for one in chunk) for chunk in zip(*ranks, strict=True))
     on_ssd = tuple(
-        any(place.tier == Tier.SSD for one in chunk for place in (one.record, one.master))
+        any(place.tier in ARRIVES_FROM for one in chunk for place in (one.record, one.master))
         for chunk in zip(*ranks, strict=True)
     )
     return Answer(is_held, on_ssd)

@@ -14,6 +14,7 @@ from kvservice.client.connectors.vllm.wishes import ReuseWish
 from kvservice.client.plans import PromptPlan
 from kvservice.client.reuse.leader import AFFINITY_FULL, Role
 from kvservice.client.rounds import PartKind, RoundPrompt
+from kvservice.model.plan import Match, PlannedSegment
 
 OUTPUT_TOKENS_MIN = 8
 """Shorter outputs cost more to keep than to compute."""
@@ -31,6 +32,17 @@ class Stage(enum.Enum):
     DECIDED = "decided"
     STALE = "stale"
     """Nobody came back for what was found; it is looked up again when somebody does."""
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentSave:
+    """Segment ``index`` of the member's prompt, to be saved from the engine's blocks. ``is_brought``: in part by a
+    pass, so that most of its rows are those of a master.
+    """
+
+    chunk: Chunk
+    index: int
+    is_brought: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -56,7 +68,7 @@ class Member:
     known_tokens: int = 0
     is_judged_alone: bool = False
     is_over: bool = False
-    saves: list[Chunk] | None = None
+    saves: list[SegmentSave] | None = None
     is_refreshed: bool = False
     is_loading: bool = False
     reused_tokens: int = 0
@@ -72,6 +84,12 @@ class Member:
     def is_reusing(self) -> bool:
         """True if it is to be restored and refreshed."""
         return self.stage is Stage.DECIDED and self.role in REUSING
+
+    @property
+    def mark(self) -> bytes:
+        """How its KV is refreshed, at the ratio that its role asks for: for the names of the engine's blocks."""
+        assert self.prompt.policy is not None
+        return self.prompt.policy.provenance.encode()
 
     @property
     def is_settled(self) -> bool:
@@ -107,24 +125,42 @@ class Member:
             max(min(last, promised_end) - max(first, local), 0) for first, last in self.found_spans()
         )
         self.is_refreshed = promised_end > 0 or local > self.wish.first_shared_token
-        self.saves = [
-            segment_chunk(self.prompt, index, is_refreshed=self.is_refreshed)
-            for index in range(self.prompt.first_shared, len(self.prompt.segments))
-            if self.prompt.segments[index].position >= promised_end and not self._is_known(index)
-        ]
+        self.saves = list(self._saves_behind(local, promised_end))
+
+    def _saves_behind(self, local: int, promised_end: int) -> Iterator[SegmentSave]:
+        for index in range(self.prompt.first_shared, len(self.prompt.segments)):
+            segment = self.prompt.segments[index]
+            is_behind = segment.position >= promised_end
+            # A pass stores what it has made from its first row to its last. Not so where the engine had the first rows,
+            # or has to compute the last one, since a prompt's last token is always its own.
+            is_brought = not is_behind and (segment.position < local < segment.end or segment.end > promised_end)
+            if (is_behind and not self._is_known(index)) or (is_brought and self._is_foreign(index)):
+                chunk = segment_chunk(self.prompt, index, is_refreshed=self.is_refreshed)
+                yield SegmentSave(chunk, index, is_brought)
 
     def _is_known(self, index: int) -> bool:
         """Held under its own key already, or, unless others wait for its caches, found where as much stood before."""
+        found = self._found(index)
+        is_as_good = found is not None and self.role is not Role.LEAD and found.affinity >= AFFINITY_FULL
+        return is_as_good or self._is_own(index)
+
+    def _is_own(self, index: int) -> bool:
+        found = self._found(index)
+        return found is not None and found.key == self.prompt.key(index, is_refreshed=self.is_refreshed)
+
+    def _is_foreign(self, index: int) -> bool:
+        """Not found where it stands here, exact or refreshed: what a pass makes of it is new."""
+        found = self._found(index)
+        return found is None or found.match is Match.SHIFTED
+
+    def _found(self, index: int) -> PlannedSegment | None:
         plan = self.plan
         found = None if plan is None else plan.plan.segments[index]
-        if found is None or not found.is_hit:
-            return False
-        is_own = found.key == self.prompt.key(index, is_refreshed=self.is_refreshed)
-        return is_own or (self.role is not Role.LEAD and found.affinity >= AFFINITY_FULL)
+        return found if found is not None and found.is_hit else None
 
-    def due(self, whole: int) -> Iterator[Chunk]:
+    def due(self, whole: int) -> Iterator[SegmentSave]:
         """Take the segments to be saved whose rows are all there once ``whole`` tokens are."""
-        while self.saves and self.saves[0].end <= whole:
+        while self.saves and self.saves[0].chunk.end <= whole:
             yield self.saves.pop(0)
 
     def words(self) -> dict[str, Any]:

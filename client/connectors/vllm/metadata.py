@@ -31,7 +31,8 @@ class SaveOrder:
 
     ``block_ids``: the engine's blocks of the chunk; the first holds its first token, behind ``skip`` others.
     ``is_awaited``: others wait to hear that it is stored, or will not be. ``is_last``: the request is over, and its
-    blocks are kept until they were copied.
+    blocks are kept until they were copied. ``prompt``: set if a pass has brought most of the chunk, which is its
+    segment ``index``: it is stored as what differs from its master, where that saves.
     """
 
     request_id: str
@@ -40,6 +41,8 @@ class SaveOrder:
     skip: int = 0
     is_awaited: bool = False
     is_last: bool = False
+    prompt: RoundPrompt | None = None
+    index: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,7 @@ COUNTERS: dict[str, str] = {
     "rows_computed": "Rows that passes computed since nothing was stored for them.",
     "mirrors_saved": "Segments stored as what differs from their master.",
     "mirror_bytes_saved": "Bytes of those records.",
+    "mirrors_whole": "Segments to be stored so whose master went meanwhile; they were stored whole.",
     "mirror_bytes_dense": "Bytes that those segments would have taken whole.",
     "hook_errors": "Exceptions that a hook kept from the engine. Every one is a defect: see the log.",
 }

@@ -13,7 +13,6 @@ from kvservice.client.connectors.vllm.metrics import Counts
 from kvservice.client.connectors.vllm.pass_work import Made, PassWork, PromptWork
 from kvservice.client.connectors.vllm.snapshot import Snapshot
 from kvservice.client.paged import Slots
-from kvservice.client.reuse.kinds import ByKind
 from kvservice.client.session import Session
 from kvservice.client.store import StoredSegment, StoreOutcome, StoreRequest, store_round
 from kvservice.client.store_draft import Diff
@@ -48,10 +47,12 @@ def store_pass(
     ]
     results = store_round(session, identity, snapshot, requests, None)
     rounds: dict[str, list[StoredSegment]] = {}
-    for prompt, result in zip(work.prompts, results, strict=True):
+    for prompt, request, result in zip(work.prompts, requests, results, strict=True):
         for stored in result.segments:
             tokens = len(prompt.order.prompt.segments[stored.index].tokens)
-            _count(counts, stored, tokens * identity.geometry.token_bytes)
+            count_stored(counts, stored, tokens * identity.geometry.token_bytes)
+            is_whole = stored.outcome is StoreOutcome.MASTER and stored.index in request.diffs
+            counts.add("mirrors_whole", is_whole)
         rounds.setdefault(prompt.order.round, []).extend(result.segments)
     for name, segments in rounds.items():
         held = [one for one in segments if one.outcome is not StoreOutcome.REFUSED]
@@ -66,8 +67,7 @@ def _diffs(
     """The segments whose differences are known. Layers below the check layer have none, if rows were picked there."""
     policy = prompt.order.prompt.policy
     assert policy is not None
-    is_probed = ByKind.of(prompt.order.prompt, end=prompt.end).needs_deviation
-    first_layer = policy.check_layer if is_probed else 0
+    first_layer = policy.check_layer if prompt.selector.needs_deviation else 0
     found = {}
     for made in makes:
         if made.rows is not None:
@@ -105,7 +105,8 @@ def row_runs(rows: Slots) -> "np.ndarray[tuple[int, int], np.dtype[np.int32]]":
     return np.stack((rows[starts], lengths), axis=1).astype(np.int32)
 
 
-def _count(counts: Counts, stored: StoredSegment, dense_bytes: int) -> None:
+def count_stored(counts: Counts, stored: StoredSegment, dense_bytes: int) -> None:
+    """Count what became of a segment whose rows take ``dense_bytes``."""
     match stored.outcome:
         case StoreOutcome.MIRROR:
             counts.add("mirrors_saved")

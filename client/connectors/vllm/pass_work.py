@@ -37,15 +37,19 @@ KNOWN_PART_MAX: Final = 0.4
 
 @dataclass(frozen=True, eq=False, slots=True)
 class PromptWork:
-    """One prompt of a pass. ``slots``: the engine's, int64 ``[end]``, of all its rows up to where the pass ends."""
+    """One prompt of a pass. ``slots``: the engine's, int64 ``[end]``, of all its rows up to where the pass ends.
+    ``selector``: which of them are computed again.
+    """
 
     order: RefreshOrder
     slots: Slots
+    selector: ByKind
 
     @classmethod
     def of(cls, order: RefreshOrder, paged: EnginePaged) -> "PromptWork":
         """The rows of an order."""
-        return cls(order, paged.place(order.block_ids, 0, order.load.end).slots.numpy())
+        slots = paged.place(order.block_ids, 0, order.load.end).slots.numpy()
+        return cls(order, slots, ByKind.of(order.prompt, end=order.load.end))
 
     @property
     def end(self) -> int:
@@ -70,7 +74,7 @@ class PromptWork:
         """The prompt as the refresh sees it. ``exact_end``: rows from the load's start up to here are in place."""
         tokens = torch.tensor(self.order.prompt.tokens[: self.end], dtype=torch.int64)
         rows = self._rows(plan, exact_end)
-        return Member(Prompt(tokens, torch.from_numpy(self.slots), rows), ByKind.of(self.order.prompt, end=self.end))
+        return Member(Prompt(tokens, torch.from_numpy(self.slots), rows), self.selector)
 
     def _rows(self, plan: PromptPlan, exact_end: int) -> PromptRows:
         load = self.order.load

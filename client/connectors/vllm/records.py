@@ -12,7 +12,7 @@ import numpy as np
 
 from kvservice.client.arrivals import Arrivals
 from kvservice.client.session import Session, location_of
-from kvservice.model.cache import CacheKind, Tier
+from kvservice.model.cache import CacheKind
 from kvservice.model.errors import CorruptError, InvalidInputError, RecordFormatError, UnavailableError
 from kvservice.model.identity import Identity, Namespace
 from kvservice.model.plan import Location
@@ -73,10 +73,12 @@ class ChunkReader:
 
     def _arrive(self, layer: int, remaining_s: RemainingTime) -> None:
         for place in (self.found.record, self.found.master):
-            if place is not None and place.tier is Tier.SSD:
+            if place is not None and place.is_arriving:
                 left_s = remaining_s()
                 if left_s <= 0:
-                    raise UnavailableError(f"layer {layer} of a record on SSD did not arrive in time; it is computed")
+                    raise UnavailableError(
+                        f"layer {layer} of a record on {place.tier.name} did not arrive in time; it is computed"
+                    )
                 self._arrivals.wait_for(place, layer + 1, left_s)
 
     def _open(self) -> None:

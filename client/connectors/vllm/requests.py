@@ -41,7 +41,9 @@ class ChainMaker:
         self._told: set[str] = set()
 
     def __call__(self, request: Any) -> ChunkChain | None:
-        """The chain of a vLLM ``Request``, empty yet; None if its KV cannot be named, which is logged once a reason."""
+        """The chain of a vLLM ``Request``, empty yet. If its KV cannot be named, which is logged once a reason, it is
+        none, or one that stays empty.
+        """
         extras = self._extras.of(request)
         refusal = extras.refusal
         if getattr(request, "resumable", False):
@@ -50,7 +52,7 @@ class ChainMaker:
             if refusal not in self._told and len(self._told) < 100:
                 self._told.add(refusal)
                 log.info("kvservice: a request is not reused: %s", refusal)
-            return None
+            return self._bystander(request)
         extra = digest(b"kvservice reset\0", self._reset, extras.extra) if self._reset else extras.extra
         words = self._rounds.of(request)
         wish = self._wishes.of(request, words.request)
@@ -69,6 +71,15 @@ class ChainMaker:
             wish=wish,
             reuse_end=reuse_end,
         )
+
+    def _bystander(self, request: Any) -> ChunkChain | None:
+        """A chain of no chunks for a request of a round that gets nothing: the others must not wait for it."""
+        if request.prompt_token_ids is None:
+            return None
+        asked = self._rounds.of(request).request
+        if asked is None or not asked.round:
+            return None
+        return ChunkChain(self._namespaces, self._chunk_tokens, self._block_size, asked=asked, reuse_end=0)
 
     def reset(self) -> None:
         """From now on nothing stored before is found, and what is stored is this engine's only.

@@ -8,6 +8,7 @@ is used, its own forward pass and ours must write the same bits into scratch blo
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -38,6 +39,7 @@ class VllmEngine:
         self._paged = paged
         self._unit = paged.layouts[0].block_size  # the kernels' blocks; the scheduler's may be several of them
         self._names = [attention.layer_name for attention in model.attentions]
+        self._tables: WeakKeyDictionary[Rows, Tensor] = WeakKeyDictionary()
 
     @classmethod
     def of(cls, runner: Any, vllm_config: Any, paged: EnginePaged) -> "VllmEngine":
@@ -84,7 +86,7 @@ class VllmEngine:
         itself. There ``hidden`` is returned as it is, the states *before* that layer.
         Raises SlotError when a row's slot is not where its prompt's block table has it; nothing is written then.
         """
-        tables = _block_tables(rows, self._unit)
+        tables = self._block_tables(rows)
         if layer == self.layers - 1:
             self._store(layer, hidden, rows, is_written)
             return hidden
@@ -106,6 +108,13 @@ class VllmEngine:
         """Store K and V at ``slots`` int64 [rows], no slot twice."""
         rows = [plane.contiguous().flatten(1) for plane in planes]
         self._paged.scatter(layer, Place(slots.contiguous()), rows)
+
+    def _block_tables(self, rows: Rows) -> Tensor:
+        """Made, and the slots checked, once for rows that go through many layers: it takes 0.4 ms."""
+        known = self._tables.get(rows)
+        if known is None:
+            known = self._tables[rows] = _block_tables(rows, self._unit)
+        return known
 
     def _store(self, layer: int, hidden: Tensor, rows: Rows, is_written: Tensor) -> None:
         attention = self._model.attentions[layer]

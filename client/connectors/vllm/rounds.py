@@ -72,17 +72,17 @@ class Rounds:
         member = Member(request_id, wish, Stage.GATE, wish.prompt, seen_s=self._clock())
         self._members[request_id] = member
         if wish.is_plain:
-            self.stand_aside(wish.asked)
+            self.stand_aside(wish.asked, request_id)
             self._decide(member, Role.COMPUTE)
         elif not self._enter(member):
             self._ask_alone(member)
         return member
 
-    def stand_aside(self, asked: RoundRequest) -> None:
+    def stand_aside(self, asked: RoundRequest, request_id: str) -> None:
         """A prompt of the round that takes no part in its pass: nobody is to wait for it."""
         if asked.round and asked.expect > 1:
             try:
-                self._gate.announce(asked.round, asked.expect, min(self._options.round_wait_s, IDLE_S))
+                self._announce(asked, request_id)
             except (InvalidInputError, LimitError) as error:
                 self._refuse_words(str(error))
             else:
@@ -172,9 +172,10 @@ class Rounds:
         member.plan_saves(local, promised_end)
         assert member.saves is not None
         if member.role is Role.COMPUTE:  # one cache of a segment is of use to others, a second one hardly
-            member.saves = [chunk for chunk in member.saves if not self._is_storing(chunk)]
-        for chunk in member.saves:
-            self._note_storing(chunk)
+            member.saves = [save for save in member.saves if not self._is_storing(save.chunk)]
+        for save in member.saves:
+            if not save.is_brought:
+                self._note_storing(save.chunk)
 
     # ------------------------------------------------------------------ what a pass may bring
 
@@ -209,13 +210,20 @@ class Rounds:
             self._refuse_words(f"agent {asked.agent!r} has a prompt in round {asked.round!r} already")
             return False
         try:
-            self._gate.announce(asked.round, asked.expect, min(self._options.round_wait_s, IDLE_S))
+            self._announce(asked, member.request_id)
             self._gate.arrive(asked.round, asked.agent)
         except (InvalidInputError, LimitError) as error:
             self._refuse_words(str(error))
             return False
         self._at_gate[place] = member
         return True
+
+    def _announce(self, asked: RoundRequest, request_id: str) -> None:
+        """Raises InvalidInputError and LimitError. An earlier round of this name is over once nobody is at it."""
+        others = (one for one in self._members.values() if one.request_id != request_id)
+        if not any(one.wish.asked.round == asked.round for one in others):
+            self._gate.renew(asked.round, asked.agent, asked.expect)
+        self._gate.announce(asked.round, asked.expect, min(self._options.round_wait_s, IDLE_S))
 
     def _refuse_words(self, why: str) -> None:
         self._counts.add("round_params_refused")
@@ -338,8 +346,9 @@ class Rounds:
 
     def _forget_storing(self, member: Member) -> None:
         """What was to be saved and has not been ordered will not be."""
-        for chunk in member.saves or ():
-            self._storing_s.pop(chunk.keys[0].segment, None)
+        for save in member.saves or ():
+            if not save.is_brought:
+                self._storing_s.pop(save.chunk.keys[0].segment, None)
 
     def _note_storing(self, chunk: Chunk) -> None:
         self._storing_s[chunk.keys[0].segment] = self._clock()

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvservice.client.connectors.vllm.chunks import Chunk
+from kvservice.client.connectors.vllm.members import Member
 from kvservice.client.connectors.vllm.metadata import SaveOrder
 from kvservice.client.connectors.vllm.tracked import KnownKeys, Tracked
 
@@ -67,11 +68,15 @@ class SaveOrders:
             if tail is not None:
                 yield from self._order(tracked, tail)
         member = tracked.member
-        for segment in () if member is None else member.due(whole):
-            for order in self._order(tracked, segment):
-                assert member is not None
+        if member is not None:
+            yield from self._of_member(tracked, member, whole)
+
+    def _of_member(self, tracked: Tracked, member: Member, whole: int) -> Iterator[SaveOrder]:
+        for save in member.due(whole):
+            for order in self._order(tracked, save.chunk):
                 member.unsettled += 1
-                yield replace(order, is_awaited=True)
+                prompt = member.prompt if save.is_brought else None
+                yield replace(order, is_awaited=True, prompt=prompt, index=save.index)
 
     def _order(self, tracked: Tracked, chunk: Chunk) -> Iterator[SaveOrder]:
         size = self._block_size

@@ -193,6 +193,16 @@ class Saves:
         self._counts.set("save_bytes_waiting", self.staging.used_bytes)
 
     def _store(self, session: Session, drafts: Sequence[Draft]) -> None:
+        whole = [draft for draft in drafts if draft.order.prompt is None]
+        if whole:
+            self._store_whole(session, whole)
+        brought = [draft for draft in drafts if draft.order.prompt is not None]
+        if brought:
+            from kvservice.client.connectors.vllm.segment_store import store_segments
+
+            store_segments(session, self._identity, brought, self._counts)
+
+    def _store_whole(self, session: Session, drafts: Sequence[Draft]) -> None:
         """Reserve, write, commit. What the service has already is not written."""
         metas = [self._meta(draft) for draft in drafts]
         layouts = [master_layout(meta) for meta in metas]

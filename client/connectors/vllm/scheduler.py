@@ -14,6 +14,7 @@ from kvservice.client.connectors.breaker import BreakerState
 from kvservice.client.connectors.vllm.block_hashes import splice_block_hashes
 from kvservice.client.connectors.vllm.chunks import ChunkChain
 from kvservice.client.connectors.vllm.lookups import Lookups
+from kvservice.client.connectors.vllm.members import Member
 from kvservice.client.connectors.vllm.metadata import (
     IDLE,
     IDLE_WAIT_S,
@@ -118,12 +119,11 @@ class SchedulerSide:
         """
         tracked = self._track(request)
         if tracked is not None and tracked.chain.wish is not None and tracked.member is None:
-            wish = tracked.chain.wish
-            if not wish.is_plain:
-                splice_block_hashes(request, wish.first_shared_token, self._block_size, wish.mark)
-            tracked.member = self._rounds.join(request.request_id, wish)
+            tracked.member = self._rounds.join(request.request_id, tracked.chain.wish)
+            if not tracked.chain.wish.is_plain:
+                self._name_blocks(tracked, tracked.member)
         elif tracked is not None and tracked.member is None and tracked.asked is not None:
-            self._rounds.stand_aside(tracked.asked)
+            self._rounds.stand_aside(tracked.asked, request.request_id)
         if tracked is not None and tracked.ticket is None and self._tickets < LOOKUPS_AHEAD_MAX:
             self._ask(tracked)
 
@@ -151,6 +151,8 @@ class SchedulerSide:
         if tracked.member is not None and not self._rounds.is_decided(tracked.member, tracked.exact_end):
             return None, False
         if tracked.member is not None and tracked.member.is_reusing:
+            if self._name_blocks(tracked, tracked.member):
+                return None, False  # the engine looks again, under the new names
             end = self._rounds.promised_end(tracked.member, tracked.exact_end, int(request.num_tokens) - 1)
             if end is None or end > tracked.exact_end:
                 return (None, False) if end is None else (end - local, True)
@@ -208,6 +210,17 @@ class SchedulerSide:
         """Of what is being loaded for a request, how many tokens come from memory and how many from SSD."""
         tracked = self._tracked.get(request.request_id)
         return (0, 0) if tracked is None or tracked.load is None else tracked.load.hits
+
+    def _name_blocks(self, tracked: Tracked, member: Member) -> bool:
+        """Name blocks that may hold refreshed KV by how it is refreshed; True if they had other names.
+
+        How is known for certain once the member has its role: what fits in part only is refreshed more.
+        """
+        if tracked.mark == member.mark:
+            return False
+        tracked.mark = member.mark
+        splice_block_hashes(tracked.request, member.wish.first_shared_token, self._block_size, member.mark)
+        return True
 
     def _not_yet(self, tracked: Tracked) -> tuple[int | None, bool]:
         now_s = self._clock()

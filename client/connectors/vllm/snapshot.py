@@ -21,28 +21,63 @@ from kvservice.storage.record import RecordReader
 from kvservice.storage.record_layout import RowSizes
 
 
-class Snapshot:
-    """``PagedMemory`` of a snapshot's own rows: slot ``n`` is its row ``n``. Made by ``begin``, filled by ``take``.
+class StagedRows:
+    """``PagedMemory`` of rows in memory of ours: slot ``n`` is row ``n``. Any thread may read.
 
-    One thread takes, then another may read; whoever has it last gives its memory back by ``close``.
+    ``planes``: per layer, per plane ``[rows, row_elements]``.
     """
 
     batch_bytes_max = 0
 
+    def __init__(self, identity: Identity, planes: Sequence[Sequence[StorageBits]]) -> None:
+        self.geometry = identity.geometry
+        self.rotations = layer_rotations(identity)
+        self.slot_count = len(planes[0][0])
+        self._layers = [self._as_paged(one) for one in planes]
+
+    def gather_layer(self, layer: int, slots: Slots, out: Sequence[Bits]) -> int:
+        """Copy rows to ``out``; returns how many values are not finite."""
+        return cpu.gather_layer(self._layers[layer], slots, self.geometry.planes, out, self.geometry.dtype)
+
+    def prepare(
+        self, master: RecordReader, targets: Sequence[Target], mirrors: Sequence[RecordReader | None]
+    ) -> PagedSegment:
+        """Raises InvalidInputError: nothing is restored into what is to be stored."""
+        raise InvalidInputError("staged rows are not written; restore to the engine's own memory")
+
+    def finish_layer(self, layer: int) -> int:
+        """Raises InvalidInputError, as ``prepare`` does."""
+        raise InvalidInputError("staged rows are not written; restore to the engine's own memory")
+
+    def settle(self) -> None:
+        """Nothing is ever left to be done."""
+
+    def _as_paged(self, planes: Sequence[StorageBits]) -> cpu.PagedLayer:
+        geometry = self.geometry
+        shapes = [
+            (len(rows), 1, plane.heads, plane.head_size) for rows, plane in zip(planes, geometry.planes, strict=True)
+        ]
+        views = [rows.reshape(shape) for rows, shape in zip(planes, shapes, strict=True)]
+        return cpu.paged_layer(views, geometry.planes, check_dtype(geometry.dtype))
+
+
+class Snapshot(StagedRows):
+    """Rows of an engine's paged KV as of now. Made by ``begin``, filled by ``take``.
+
+    One thread takes, then another may read; whoever has it last gives its memory back by ``close``.
+    """
+
     def __init__(
         self, paged: EnginePaged, identity: Identity, prompts: Sequence[Slots], staging: Staging, buffer: Bytes
     ):
-        self.geometry = identity.geometry
-        self.rotations = layer_rotations(identity)
         self._paged = paged
         self._staging = staging
         self._buffer: Bytes | None = buffer
         engine_slots = [slots[slots >= 0] for slots in prompts]
         self._place = Place(torch.from_numpy(np.concatenate([np.empty(0, np.int64), *engine_slots])))
         self._slots = _row_numbers(prompts)
-        self.slot_count = len(self._place)
-        self._planes = _split(buffer, identity, self.slot_count)
-        self._layers = [self._as_paged(planes) for planes in self._planes]
+        self._planes = _split(buffer, identity, len(self._place))
+        super().__init__(identity, self._planes)
         self._taken = 0
 
     @classmethod
@@ -85,34 +120,11 @@ class Snapshot:
         if buffer is not None:
             self._staging.give_back(buffer)
 
-    # ------------------------------------------------------------------ as paged memory
-
     def gather_layer(self, layer: int, slots: Slots, out: Sequence[Bits]) -> int:
         """Copy rows to ``out``; returns how many values are not finite. Any thread, once the layer was taken."""
         assert self._buffer is not None, "the snapshot was closed"
         assert layer < self._taken, f"layer {layer} was not taken yet"
-        return cpu.gather_layer(self._layers[layer], slots, self.geometry.planes, out, self.geometry.dtype)
-
-    def prepare(
-        self, master: RecordReader, targets: Sequence[Target], mirrors: Sequence[RecordReader | None]
-    ) -> PagedSegment:
-        """Raises InvalidInputError: nothing is restored into a snapshot."""
-        raise InvalidInputError("a snapshot is not written; restore to the engine's own memory")
-
-    def finish_layer(self, layer: int) -> int:
-        """Raises InvalidInputError, as ``prepare`` does."""
-        raise InvalidInputError("a snapshot is not written; restore to the engine's own memory")
-
-    def settle(self) -> None:
-        """Nothing is ever left to be done."""
-
-    def _as_paged(self, planes: Sequence[StorageBits]) -> cpu.PagedLayer:
-        geometry = self.geometry
-        shapes = [
-            (len(rows), 1, plane.heads, plane.head_size) for rows, plane in zip(planes, geometry.planes, strict=True)
-        ]
-        views = [rows.reshape(shape) for rows, shape in zip(planes, shapes, strict=True)]
-        return cpu.paged_layer(views, geometry.planes, check_dtype(geometry.dtype))
+        return super().gather_layer(layer, slots, out)
 
 
 def _split(buffer: Bytes, identity: Identity, rows: int) -> list[list[StorageBits]]:

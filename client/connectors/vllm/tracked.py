@@ -60,7 +60,7 @@ class Tracked:
     resumed request is looked up anew. ``is_refused``: a load failed, so nothing is promised again. ``is_late``: no
     answer came in time, so nothing is promised in this life. ``saved``: chunks that need no saving any more.
     ``blocks``: the engine's, from the first token on. ``member``: its part in a round, if it may reuse from other
-    contexts.
+    contexts. ``mark``: what its blocks behind the exact ones are named by.
     """
 
     request: Request
@@ -81,6 +81,7 @@ class Tracked:
     saved: int = 0
     is_tail_done: bool = False
     member: Member | None = None
+    mark: bytes = b""
 
     @property
     def asked(self) -> RoundRequest | None:

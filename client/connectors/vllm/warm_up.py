@@ -12,9 +12,10 @@ from kvservice.client.connectors.vllm.engine_memory import engine_memory
 from kvservice.client.connectors.vllm.layout import scratch_blocks
 from kvservice.client.connectors.vllm.paged import EnginePaged, Place
 from kvservice.client.connectors.vllm.saves import Staging
-from kvservice.client.connectors.vllm.snapshot import Snapshot
-from kvservice.client.paged import DTYPES
+from kvservice.client.connectors.vllm.snapshot import Snapshot, StagedRows
+from kvservice.client.paged import DTYPES, layer_rotations
 from kvservice.client.reuse.refresh import deviation
+from kvservice.client.store_draft import Draft
 from kvservice.kernels.shapes import Target
 from kvservice.model.cache import CacheMeta, MasterReference
 from kvservice.model.identity import Identity
@@ -25,7 +26,7 @@ BLOCKS = 3
 
 
 def warm_up(paged: EnginePaged, identity: Identity) -> None:
-    """Restore a master and a mirror of zeros, compare and snapshot rows. The engine's own memory is not touched."""
+    """Restore a master and a mirror of zeros, compare, copy and store rows. The engine's own memory is not touched."""
     caches = [scratch_blocks(cache, BLOCKS) for cache in paged.caches]
     scratch = EnginePaged(caches, paged.layouts, paged.indices, paged.block_size, paged.geometry)
     tokens = scratch.layouts[0].block_size + 1
@@ -52,6 +53,19 @@ def warm_up(paged: EnginePaged, identity: Identity) -> None:
     ]
     snapshot.gather_layer(0, snapshot.slots_of(0), bits)
     snapshot.close()
+    _compare(identity, master, by)
+
+
+def _compare(identity: Identity, master: RecordReader, by: int) -> None:
+    """Find and rebuild a difference, as a store does where nobody knows the rows, and where their master went."""
+    draft = Draft(replace(master.meta, position=by), np.arange(master.meta.tokens), master)
+    planes = [[plane.copy() for plane in master.master_planes(layer)] for layer in range(identity.geometry.layers)]
+    memory, rotations = StagedRows(identity, planes), layer_rotations(identity)
+    draft.find_diff(memory, rotations)
+    draft.is_known = True
+    draft.make_whole()
+    _, layout = draft.record()
+    draft.write(np.zeros(layout.record_bytes, np.uint8), memory, rotations)
 
 
 def _records(identity: Identity, tokens: int) -> tuple[RecordReader, RecordReader]:

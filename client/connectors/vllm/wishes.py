@@ -38,12 +38,6 @@ class ReuseWish:
         """Position of the first row that may be refreshed; the prompt's length if there is none."""
         return self.prompt.token_count if self.is_plain else self.prompt.segments[self.prompt.first_shared].position
 
-    @property
-    def mark(self) -> bytes:
-        """How its KV is refreshed, for the names of the engine's blocks."""
-        assert self.prompt.policy is not None
-        return self.prompt.policy.provenance.encode()
-
 
 def engine_refusal(config: Any, identity: Identity, check_layer: int = 0) -> str:
     """Why an engine cannot refresh KV, in one line; empty if nothing is known against it. ``config``: vLLM's.
@@ -57,6 +51,8 @@ def engine_refusal(config: Any, identity: Identity, check_layer: int = 0) -> str
         return "pipeline parallelism: no rank has all layers"
     if getattr(config, "speculative_config", None) is not None:
         return "speculative decoding: a drafter would miss the refreshed rows"
+    if getattr(config, "lora_config", None) is not None:
+        return "LoRA: adapters are mapped to the engine's own batch, so a refresh would run with another request's"
     if identity.pinned_reason:
         return f"its KV cannot be moved: {identity.pinned_reason}"
     if identity.geometry.layers <= max(check_layer, CHECK_LAYER):

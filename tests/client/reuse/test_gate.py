@@ -165,6 +165,58 @@ def test_rounds_and_members_have_a_limit_and_idle_rounds_make_room(clock: Clock)
     assert len(gate) == 1
 
 
+def incomplete(clock: Clock, gate: RoundGate) -> None:
+    """a and b have gone, c has never come."""
+    for agent in "ab":
+        gate.arrive("r", agent)
+    clock.now_s += 0.5
+    gate.take("r")
+
+
+@pytest.mark.parametrize("expected", [3, ["a", "b", "c"]])
+def test_who_came_before_begins_another_round_of_an_incomplete_ones_name(
+    clock: Clock, expected: int | list[str]
+) -> None:
+    gate = make_gate(clock, expected)
+    incomplete(clock, gate)
+    assert gate.renew("r", "b", expected)
+    gate.announce("r", expected)
+    for agent in "bca":
+        assert gate.take("r") == Waiting(tuple("bca"[: "bca".index(agent)]), None if agent == "b" else 101.0)
+        gate.arrive("r", agent)
+    assert gate.take("r") == Opened(("b", "c", "a"), is_late=False, missing=(), missing_count=0)
+
+
+def test_a_straggler_of_an_incomplete_round_is_late_and_begins_none(clock: Clock) -> None:
+    gate = make_gate(clock)
+    incomplete(clock, gate)
+    assert not gate.renew("r", "c", 3)
+    gate.announce("r", 3)
+    gate.arrive("r", "c")
+    assert gate.take("r") == Opened(("c",), is_late=True, missing=(), missing_count=0)
+
+
+def test_who_expects_others_begins_another_round(clock: Clock) -> None:
+    gate = make_gate(clock)
+    incomplete(clock, gate)
+    assert gate.renew("r", "c", 2)
+    gate.announce("r", 2)
+
+
+def test_a_round_whose_gate_is_shut_or_that_somebody_waits_in_is_no_old_one(clock: Clock) -> None:
+    gate = make_gate(clock)
+    gate.arrive("r", "a")
+    assert not gate.renew("r", "a", 3)
+    gate.take("r")
+    clock.now_s += 0.4
+    assert not gate.renew("r", "a", 3)
+    clock.now_s += 0.1
+    gate.take("r")
+    gate.arrive("r", "b")
+    assert not gate.renew("r", "a", 3), "b waits for its pass"
+    assert not gate.renew("elsewhere", "a", 3)
+
+
 @given(
     st.lists(st.tuples(st.sampled_from("abcd"), st.sampled_from(["arrive", "withdraw", "take", "wait"])), max_size=40)
 )

@@ -12,7 +12,6 @@ from kvservice.client.reuse.leader import (
     fit,
     group_by_segment,
     judge,
-    role_behind_leader,
     shared_run,
 )
 from kvservice.client.rounds import PartKind, ReusePolicy, RoundPrompt
@@ -106,16 +105,6 @@ def test_each_group_of_shared_segments_has_a_leader_of_its_own() -> None:
 def test_two_members_of_one_name_are_refused() -> None:
     with pytest.raises(InvalidInputError, match="one name"):
         choose_roles([member("a", 1, UNKNOWN)] * 2, THRESHOLDS)
-
-
-def test_follower_waits_within_the_limit_then_does_what_the_caches_are_good_for() -> None:
-    def now(run: tuple[SharedSegment, ...], *, is_stored: bool, waited_s: float) -> Role:
-        return role_behind_leader(run, THRESHOLDS, is_stored=is_stored, waited_s=waited_s, limit_s=2.0)
-
-    assert now(UNKNOWN, is_stored=False, waited_s=1.9) is Role.FOLLOW
-    assert now(UNKNOWN, is_stored=False, waited_s=2.0) is Role.COMPUTE
-    assert now(run_of(0, 1, 2), is_stored=True, waited_s=0.1) is Role.REUSE
-    assert now(run_of(0, 0, 1), is_stored=True, waited_s=0.1) is Role.COMPUTE  # the leader's order was another
 
 
 @pytest.mark.parametrize("numbers", [(0.4, 0.5, 2), (1.1, 0.5, 2), (0.9, -0.1, 2), (0.9, 0.5, -1)])
