@@ -1,13 +1,15 @@
 """What do rounds inside vLLM bring: time to all first tokens of a round, bytes, and agreement with full prefill?
 
 The real vLLM on this machine's CPU, SmolLM2-135M, N agents of the demo's scene in several rounds: each prompt is an
-agent's growing private history, all outputs of the round before in one order, and a question. The engine without
-connector answers first: its outputs make the prompts of every other leg. Legs, each a process of its own, in turns:
+agent's growing private history, all outputs of the round before in one order, and a question; what an agent said itself
+is in its history from the next round on (with --twice at once, so that it stands twice). The engine without connector
+answers first: its outputs make the prompts of every other leg. Legs, each a process of its own, in turns:
     full         no connector; the engine's own prefix cache keeps histories
     collective   rounds: a leader, one pass for all others, mirrors
     one by one   the same reuse, a prompt at a time
     restored     collective again in a new process: all segments come back as they were stored
-Agreement: of the reference's own continuation, teacher-forced, the share of tokens that are the likeliest still.
+Agreement: of the reference's own continuation, teacher-forced, the share of tokens that are the likeliest still; over
+the agents that reuse, where some do.
 
 Run in vLLM's environment: make bench-vllm-rounds. Writes build/bench/vllm_rounds.json.
 """
@@ -74,24 +76,30 @@ class Leg:
         for number, one in enumerate(world):
             words = self.words(one, number) if self.spec["transfer"] else None
             before = self.counts()
-            seconds, first = self.first_tokens(one["prompts"], words)
+            seconds, first, roles = self.first_tokens(one["prompts"], words)
             time.sleep(1.0)  # what is stored behind a round is stored by then
             stored = {name: value - before.get(name, 0) for name, value in self.counts().items()}
-            found.append({"seconds": seconds, "first": first, "counts": stored, **self.scores(one, number)})
+            found.append(
+                {"seconds": seconds, "first": first, "roles": roles, "counts": stored, **self.scores(one, number)}
+            )
         self.llm.llm_engine.engine_core.shutdown()
         return {"rounds": found, "said": world}
 
-    def first_tokens(self, prompts: Sequence[Sequence[int]], words: Sequence[Any] | None) -> tuple[float, list[int]]:
-        """Seconds until every prompt of the round has its first token."""
+    def first_tokens(
+        self, prompts: Sequence[Sequence[int]], words: Sequence[Any] | None
+    ) -> tuple[float, list[int], list[str]]:
+        """Seconds until every prompt of the round has its first token, those tokens, and what each agent did."""
+        outputs: list[Any] = []
+        total = 0.0
         if self.spec["name"] != "one by one":
-            outputs, seconds = self.ask(prompts, words, max_tokens=1, ignore_eos=True)
-            return seconds, [one.outputs[0].token_ids[0] for one in outputs]
-        total, tokens = 0.0, []
-        for index, prompt in enumerate(prompts):
-            outputs, seconds = self.ask([prompt], words and [words[index]], max_tokens=1, ignore_eos=True)
-            total += seconds
-            tokens.append(outputs[0].outputs[0].token_ids[0])
-        return total, tokens
+            outputs, total = self.ask(prompts, words, max_tokens=1, ignore_eos=True)
+        else:
+            for index, prompt in enumerate(prompts):
+                one, seconds = self.ask([prompt], words and [words[index]], max_tokens=1, ignore_eos=True)
+                outputs += one
+                total += seconds
+        said = [(one.kv_transfer_params or {}).get("kvservice", {}) for one in outputs]
+        return total, [one.outputs[0].token_ids[0] for one in outputs], [one.get("role", "") for one in said]
 
     def scores(self, one: Mapping[str, Any], number: int) -> dict[str, Any]:
         """Per agent, the share of the reference's next tokens that are the likeliest behind what this leg holds."""
@@ -159,13 +167,18 @@ class Leg:
                     {"agents": agents, "prompts": prompts, "segments": segments,
                      "reference": [list(one.outputs[0].token_ids) for one in reference]}
                 )  # fmt: skip
+            if not self.spec["twice"]:  # what an agent said stands once in its prompt: among the shared outputs
+                histories = [
+                    [*history, *said] for history, said in zip(histories, shared or [[]] * len(agents), strict=True)
+                ]
             spoken = [[*prompt, *opening] for prompt, opening in zip(prompts, openings, strict=True)]
             outputs, _ = self.ask(spoken, None, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
             shared = [
                 [*opening, *until_end(list(output.outputs[0].token_ids))]
                 for opening, output in zip(openings, outputs, strict=True)
             ]
-            histories = [[*history, *said] for history, said in zip(histories, shared, strict=True)]
+            if self.spec["twice"]:
+                histories = [[*history, *said] for history, said in zip(histories, shared, strict=True)]
         return world
 
 
@@ -212,7 +225,8 @@ def measure(model: Path, options: argparse.Namespace) -> dict[str, list[dict[str
     """Figures of every leg, one of each a repetition; each repetition has a store of its own."""
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in options.legs}
     said: list[dict[str, Any]] = []
-    base = {"model": str(model), "agents": options.agents, "rounds": options.rounds, "mode": options.mode}
+    base = {"model": str(model), "agents": options.agents, "rounds": options.rounds, "mode": options.mode,
+            "twice": options.twice}  # fmt: skip
     for _ in range(options.repetitions):
         folder, other = (Path(tempfile.mkdtemp(prefix="kvb-", dir="/tmp")) for _ in range(2))
         try:
@@ -240,7 +254,8 @@ def report(found: Mapping[str, Sequence[Mapping[str, Any]]], agents: int) -> dic
         rounds = [one for run in found[name] for one in run["rounds"]]
         ratios = [full / one["seconds"] for one, full in zip(rounds, base, strict=True)]
         leaders = [sum(one["counts"].get("members_leading", 0) for one in rounds)]
-        agreed = [share for one in rounds for share in one["agreed"]]
+        pairs = [pair for one in rounds for pair in zip(one["agreed"], one["roles"], strict=True)]
+        agreed = [share for share, role in pairs if role.startswith("reuse")] or [share for share, _ in pairs]
         summary[name] = {
             "seconds": [round(one["seconds"], 3) for one in rounds], "full_over": quartiles(ratios),
             "agreement": statistics.mean(agreed), "agreement_least": min(agreed), "leaders": leaders[0],
@@ -276,6 +291,7 @@ def main() -> int:
     parser.add_argument("--repetitions", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2, help="of the engine's matrix products")
     parser.add_argument("--mode", type=json.loads, default=DEFAULT_MODE, help="how shared segments are reused, as JSON")
+    parser.add_argument("--twice", action="store_true", help="an agent's own last output in its history, too")
     parser.add_argument("--options", type=json.loads, default={}, help="of the connector besides, as JSON")
     parser.add_argument("--legs", nargs="+", default=list(LEGS), choices=LEGS)
     parser.add_argument("--leg", help=argparse.SUPPRESS)
