@@ -32,6 +32,12 @@ class RecordArrival:
         self._reader: RecordReader | None = None
         self._layers = 0
 
+    @property
+    def layers(self) -> int:
+        """How many layers, from the first on, are known to be right."""
+        with self._lock:
+            return self._layers
+
     def arrived(self, start: int, end: int) -> int:
         """Bytes [start, end) are there: how many layers, from the first on, are now known to be right.
 
