@@ -23,6 +23,7 @@ from kvservice.client.paged import CpuPaged, PagedKV, PagedMemory, Slots
 from kvservice.client.plans import Plans, PromptPlan, look_up
 from kvservice.client.restore import Progress, Restore, RestoreWork, plan_restore
 from kvservice.client.rounds import RoundPrompt
+from kvservice.client.security import Security
 from kvservice.client.session import LEASE_TTL_S, Session
 from kvservice.client.shared_memory import SharedMemoryTransport
 from kvservice.client.store import StoreRequest, StoreResult, store_round
@@ -57,13 +58,19 @@ class Client:
         is_writer: bool = True,
         client_name: str = "",
         lease_ttl_s: float = LEASE_TTL_S,
+        token: str = "",
+        tls_ca: str = "",
+        client_cert: str = "",
+        client_key: str = "",
     ) -> "Client":
         """A client of the node at ``unix:/path`` or ``127.0.0.1:port`` on this host, over shared memory.
 
         ``others``: identities registered beside the first. A client that is no writer cannot write the node's memory:
-        its mapping is read-only. Raises UnavailableError when nothing answers there.
+        its mapping is read-only. ``token``, ``tls_ca``, ``client_cert``, ``client_key``: for a node that asks who
+        calls, see ``kvservice.client.security``. Raises UnavailableError when nothing answers there,
+        UnauthenticatedError or ForbiddenError when the node does not let it in, ConfigError for files it cannot read.
         """
-        transport = SharedMemoryTransport(address)
+        transport = SharedMemoryTransport(address, Security(token, tls_ca, client_cert, client_key))
         return cls._over(transport, (identity, *others), is_writer, client_name, lease_ttl_s)
 
     @classmethod

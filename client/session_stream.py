@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import Message
 
+from kvservice.client.security import NO_SECURITY, Security
 from kvservice.client.transport import CALL_TIMEOUT_S
 from kvservice.model.errors import KVServiceError, UnavailableError, error_from_code
 from kvservice.model.limits import GRPC_OPTIONS
@@ -33,9 +34,11 @@ _UNREACHABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, 
 class SessionStream:
     """A connection to ``address`` with one session. Methods may be called from any thread, ``open`` once."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, security: Security = NO_SECURITY) -> None:
+        """Raises ConfigError for a token or a certificate that cannot be read."""
         self._address = address
-        self._channel = grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
+        self._metadata = security.metadata()
+        self._channel = security.channel(address, _CHANNEL_OPTIONS)
         self._stub: Any = CacheServiceStub(self._channel)  # type: ignore[no-untyped-call]
         self._requests: queue.SimpleQueue[SessionRequest | None] = queue.SimpleQueue()
         self._replies: queue.SimpleQueue[SessionReply | KVServiceError] = queue.SimpleQueue()
@@ -57,7 +60,7 @@ class SessionStream:
         """The reply to one call."""
         self.check_open()
         try:
-            return getattr(self._stub, name)(request, timeout=timeout_s)
+            return getattr(self._stub, name)(request, timeout=timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
             raise translate(error, self._address, name, timeout_s) from error
         except ValueError as error:  # grpc: another thread closed the channel after the check
@@ -67,7 +70,7 @@ class SessionStream:
         """Send a call whose answer nobody waits for."""
         self.check_open()
         try:
-            future = getattr(self._stub, name).future(request, timeout=CALL_TIMEOUT_S)
+            future = getattr(self._stub, name).future(request, timeout=CALL_TIMEOUT_S, metadata=self._metadata)
         except ValueError as error:  # grpc: another thread closed the channel after the check
             raise self._closed_before(name, error) from error
         self._posted.add(future)  # gRPC cancels a call that nobody holds
@@ -105,7 +108,7 @@ class SessionStream:
     def _read(self) -> None:
         """The thread: hand on replies until the stream ends, then say why it did."""
         try:
-            for reply in self._stub.OpenSession(self._outgoing()):
+            for reply in self._stub.OpenSession(self._outgoing(), metadata=self._metadata):
                 self._replies.put(reply)
             ended: KVServiceError = UnavailableError(
                 f"{self._address} ended the session; it is stopping or has restarted: open a new session"

@@ -14,6 +14,7 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from kvservice.client.call_sockets import CallSockets, greet
+from kvservice.client.security import NO_SECURITY, Security
 from kvservice.client.session_stream import SessionStream
 from kvservice.client.transport import CALL_TIMEOUT_S, Arena
 from kvservice.model.errors import KVServiceError, UnavailableError
@@ -44,14 +45,15 @@ class _Connected:
 class SharedMemoryTransport:
     """One session with the node at ``unix:/path`` or ``127.0.0.1:port``. Safe from any thread."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, security: Security = NO_SECURITY) -> None:
         self.address = address
+        self._security = security
         self._connected: _Connected | None = None
 
     def open_session(self, hello: Hello) -> Welcome:
         """Open a session on a connection of its own and map the arena; one that was open before is closed."""
         self.close()
-        stream = SessionStream(self.address)
+        stream = SessionStream(self.address, self._security)
         try:
             welcome = stream.open(hello)
             arena = map_arena(welcome, is_writable=hello.wants_write)

@@ -6,10 +6,11 @@ from kvservice.caches import Cache
 from kvservice.catalog import Catalog
 from kvservice.limits import NodeLimits
 from kvservice.model.cache import Extent
-from kvservice.model.errors import CapacityError, InvalidInputError, RecordTooLargeError
+from kvservice.model.errors import CapacityError, InvalidInputError, QuotaError, RecordTooLargeError
 from kvservice.stats.counters import Counters, Room
 from kvservice.storage.buffer import round_up
 from kvservice.storage.host_tier import HostTier
+from kvservice.tenant_room import TenantRoom
 
 GAPS_GUESSED_MAX = 64
 """Oldest idle records that are looked at before all gaps are: a few us, against 5 ms for 10,000 leased records."""
@@ -18,41 +19,55 @@ _offset = attrgetter("offset")
 
 
 class Allocation:
-    """Hands out extents. ``unpublished`` are those that no cache has: reserved, being verified, or being folded."""
+    """Hands out extents. ``unpublished`` are those that no cache has: reserved, being verified, or being folded.
+
+    ``room``: keeps tenants within their quotas.
+    """
 
     def __init__(self, tier: HostTier, catalog: Catalog, limits: NodeLimits, counters: Counters) -> None:
         self.tier = tier
         self.unpublished: dict[int, Extent] = {}
         self.unpublished_bytes = 0
+        self.room = TenantRoom(catalog, counters)
         self._catalog = catalog
         self._limits = limits
         self._counters = counters
 
-    def take(self, length: int, room: Room = Room.WRITE) -> Extent:
+    def take(self, length: int, room: Room = Room.WRITE, tenant: str = "") -> Extent:
         """An unpublished extent. Evicts idle groups, oldest first, until it fits; raises CapacityError otherwise.
 
         ``room``: what for. Evicts nothing if what may not go leaves no gap that is long enough, whatever else goes.
+        ``tenant``: whose it is. At its quota only its own groups go; raises QuotaError if that is not enough. Empty:
+        nobody's, no quota is asked.
         """
         if length < 1:
             raise InvalidInputError(f"a record has 1 byte or more, not {length}")
         capacity = self.tier.capacity_bytes
         if length > capacity:
             raise RecordTooLargeError(f"a record of {length} bytes never fits in a tier of {capacity}; cut the segment")
+        if tenant:
+            self.room.make_host_room(tenant, length, room)
         extent = self.tier.reserve(length)
         if extent is None:
             self._require_gap(length)
             extent = self._evict_until_it_fits(length, room)
         self.unpublished[extent.offset] = extent
         self.unpublished_bytes += length
+        if tenant:
+            self.room.note_unpublished(extent, tenant)
         return extent
 
     def take_for_load(self, cache: Cache) -> Extent | None:
-        """An extent for a record that a lookup found on SSD; None if leases leave no room.
+        """An extent for a record that a lookup found on SSD; None if leases, or its tenant's quota, leave no room.
 
         Where the tier is full, only groups worth less make room for it; otherwise it goes through the staging area,
         and, if that is full too, groups worth more do: a find is kept, but it must not wash out what is worth more.
         """
         length = cache.record_bytes
+        try:
+            self.room.make_host_room(cache.family.space.identity.tenant, length, Room.LOAD)
+        except QuotaError:
+            return None
         extent, has_gap = self.tier.reserve(length), True
         if extent is None:
             has_gap = self._has_gap(length)
@@ -126,6 +141,7 @@ class Allocation:
         """The extent now belongs to a published cache."""
         del self.unpublished[extent.offset]
         self.unpublished_bytes -= extent.length
+        self.room.forget_unpublished(extent)
 
     def give_back(self, extent: Extent) -> None:
         """Free an unpublished extent."""

@@ -12,6 +12,7 @@ from typing import Any, cast
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
+from kvservice.access.buckets import Buckets
 from kvservice.calls import CacheCalls
 from kvservice.model.errors import InvalidInputError, KVServiceError, LimitError, NotOwnedError
 from kvservice.model.frames import Call, CallBuffer, pack_answer
@@ -33,11 +34,16 @@ class CallConnection(asyncio.BufferedProtocol):
     """
 
     def __init__(
-        self, calls: CacheCalls, session: Session, on_lost: "Callable[[CallConnection], None]" = lambda _: None
+        self,
+        calls: CacheCalls,
+        session: Session,
+        on_lost: "Callable[[CallConnection], None]" = lambda _: None,
+        buckets: Buckets | None = None,
     ) -> None:
         self._calls = calls
         self._session = session
         self._on_lost = on_lost
+        self._buckets = buckets
         self._loop = asyncio.get_running_loop()
         self._buffer = CallBuffer()
         self._transport: asyncio.Transport | None = None
@@ -121,6 +127,7 @@ class CallConnection(asyncio.BufferedProtocol):
     async def _answer(self, call: Call) -> bytes:
         self._unread = None  # whoever sends this has read the answer before
         try:
+            self._admit(call)
             request = self._decode(call)
             reply = await self._calls.call(call.name, request)
             if call.name == "Reserve":
@@ -131,6 +138,13 @@ class CallConnection(asyncio.BufferedProtocol):
         except Exception:  # noqa: BLE001  the RPC edge
             _LOG.exception("call %s failed; this is a fault of the service, please report it", call.name)
             return pack_answer(b"%s failed inside the service" % call.name.encode(), KVServiceError())
+
+    def _admit(self, call: Call) -> None:
+        """Raise RateError if the session's principal has to wait; most have no limit."""
+        principal = self._session.principal
+        if self._buckets is not None and (principal.limits.calls_per_s or principal.limits.bytes_per_s):
+            self._buckets.admit(principal)
+            self._buckets.charge(principal, len(call.message))
 
     def _decode(self, call: Call) -> Any:
         kind = _REQUESTS.get(call.name)

@@ -12,6 +12,7 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
+from kvservice.access.buckets import Buckets
 from kvservice.calls import CacheCalls
 from kvservice.control_socket import CallConnection
 from kvservice.model.errors import StaleEpochError, UnknownSessionError
@@ -40,12 +41,23 @@ log = logging.getLogger(__name__)
 class DataSocket:
     """Serves arena and calls to sessions. Lives on the event loop that starts it."""
 
-    def __init__(self, path: Path, arena_bytes: int, calls: CacheCalls, open_descriptor: Callable[[bool], int]) -> None:
-        """``open_descriptor(is_writable)`` gives a new descriptor, which is closed here after it was sent."""
+    def __init__(
+        self,
+        path: Path,
+        arena_bytes: int,
+        calls: CacheCalls,
+        open_descriptor: Callable[[bool], int],
+        buckets: Buckets | None = None,
+    ) -> None:
+        """``open_descriptor(is_writable)`` gives a new descriptor, which is closed here after it was sent.
+
+        ``buckets``: of principals that may not call as often as they like.
+        """
         self._path = path
         self._arena_bytes = arena_bytes
         self._calls = calls
         self._open_descriptor = open_descriptor
+        self._buckets = buckets
         self._listener: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
         self._answering: set[asyncio.Task[None]] = set()
@@ -121,7 +133,7 @@ class DataSocket:
         except BaseException:
             store.detach(session)
             raise
-        connection = CallConnection(self._calls, session, self._connections.discard)
+        connection = CallConnection(self._calls, session, self._connections.discard, self._buckets)
         self._connections.add(connection)
         await asyncio.get_running_loop().connect_accepted_socket(lambda: connection, peer)
 

@@ -20,21 +20,36 @@ from kvservice.limits import NodeLimits
 from kvservice.model.cache import Extent
 from kvservice.model.errors import CorruptError, DiskError, DiskFullError
 from kvservice.model.identity import Namespace
+from kvservice.slab_jobs import erase_all, write_record
 from kvservice.stats.counters import Counters, Room
 from kvservice.storage.admission import Admission, NotAdmitted
-from kvservice.storage.buffer import Bytes
 from kvservice.storage.host_tier import HostTier
-from kvservice.storage.record import RecordReader
 from kvservice.storage.slab import Slab
-from kvservice.storage.slab_format import Note, NoteKind, Stamp
-from kvservice.storage.ssd_entry import SsdEntry
+from kvservice.storage.slab_format import Note, NoteKind
 from kvservice.storage.ssd_index import Change, PutNote, PutRecord, RemoveNote, RemoveRecord
+from kvservice.tenant_room import TenantRoom
 from kvservice.tombstones import Burial, Tombstones, name_of
 from kvservice.worker import Worker
 
 _LOG = logging.getLogger(__name__)
 REMOVALS_MAX = 64
 """Records that are erased before their index entries go in one batch."""
+
+
+class _Numbers(NamedTuple):
+    """Sequence numbers of a record and of the tombstone that it needs; 0: none."""
+
+    record: int
+    tombstone: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Departure:
+    """A record that goes, and the tombstone that goes after it. ``is_kept_out``: its place is not used again."""
+
+    removal: Removal
+    note: Note | None
+    is_kept_out: bool
 
 
 class Demotion:
@@ -56,6 +71,7 @@ class Demotion:
         counters: Counters,
         killer: Killer,
         clock: Callable[[], float],
+        room: TenantRoom,
     ) -> None:
         self.writing: dict[Cache, asyncio.Task[bool]] = {}
         self.identities: set[Namespace] = set()
@@ -71,6 +87,7 @@ class Demotion:
         self._counters = counters
         self._killer = killer
         self._clock = clock
+        self._room = room
         self._removals: deque[_Departure] = deque()
         self._stuck: list[_Departure] = []  # what failed; tried again once the index takes changes
         self._unerased: dict[bytes, Cache] = {}  # by name: what may still lie on the slab, whole
@@ -144,13 +161,12 @@ class Demotion:
             await self._drop_idle_tombstone(cache)
 
     async def _write_record(self, cache: Cache, sequence: int) -> bool:
-        extent = await self._reserve(cache.record_bytes)
+        extent = await self._reserve(cache)
         if extent is None:
-            self.admission.refuse(NotAdmitted.NO_ROOM)
             return False
         started_s, view, failed_syncs = self._clock(), self._tier.view(cache.extent), self._index.failed_syncs
         try:
-            job = partial(_write, self._slab, extent, view, sequence, cache.generation)
+            job = partial(write_record, self._slab, extent, view, sequence, cache.generation)
             entry = await self._worker.run(partial(job, cache.prefill_s))
             self._killer.reach(KillPoint.AFTER_DATA)
             await self._index.apply(PutRecord(entry))
@@ -173,21 +189,37 @@ class Demotion:
         demotions.written += 1
         demotions.record_bytes += cache.record_bytes
         demotions.seconds += seconds
+        self._room.forget_moving(extent)
         self._catalog.set_ssd(cache, extent.offset)
         return True
 
-    async def _reserve(self, record_bytes: int) -> Extent | None:
-        """A place on the slab, made by evicting groups; None if what is held leaves none."""
+    async def _reserve(self, cache: Cache) -> Extent | None:
+        """A place on the slab, made by evicting groups; None, and counted, if what is held, or its tenant's quota,
+        leaves none."""
+        room, tenant = self._room, cache.family.space.identity.tenant
         for _ in range(self._limits.evictions_per_reserve_max):
-            extent = self._slab.reserve(record_bytes)
+            if not room.has_ssd_room(tenant, cache.record_bytes):
+                could_fit = room.could_have_ssd_room(tenant, cache.record_bytes)
+                if not (could_fit and (room.evict_from_ssd(tenant, Room.RECORD) or self._is_removing)):
+                    room.refuse("ssd")
+                    break
+                await self.settle()
+                continue
+            extent = self._slab.reserve(cache.record_bytes)
             if extent is not None:
+                room.note_moving(extent, tenant)
                 return extent
             evicted = self._catalog.evict_ssd()
             if evicted is None:
-                return None
+                break
             self._counters.ssd_evictions.count(Room.RECORD, *evicted)
             await self.settle()
+        self.admission.refuse(NotAdmitted.NO_ROOM)
         return None
+
+    @property
+    def _is_removing(self) -> bool:
+        return self._removing is not None and not self._removing.done()
 
     async def _give_back(self, extent: Extent, cache: Cache | None = None) -> None:
         """A place that was not written to its end. Without its first block no scan finds what did get there."""
@@ -202,7 +234,7 @@ class Demotion:
             if not is_erased:
                 self._keep_out(extent, error)
                 return
-        self._slab.free(extent)
+        self._free(extent)
 
     async def _ensure_identity(self, space: Space) -> None:
         if space.namespace in self.identities:
@@ -243,6 +275,8 @@ class Demotion:
 
     def remove(self, removal: Removal, *, is_kept_out: bool = False) -> None:
         """Erase a record from the slab and the index, soon, and then its tombstone; its place is free after that."""
+        if not is_kept_out:
+            self._room.note_moving(removal.extent, removal.cache.family.space.identity.tenant)
         self._removals.append(_Departure(removal, self.tombstones.release(removal.cache), is_kept_out))
         if self._removing is None or self._removing.done():
             self._removing = asyncio.get_running_loop().create_task(self._drain_removals())
@@ -268,7 +302,7 @@ class Demotion:
     async def _remove_batch(self, batch: Sequence["_Departure"]) -> None:
         """Tombstones go after all records; where one cannot be erased, its key's tombstone stays."""
         records, failed_syncs = [one.removal.extent for one in batch], self._index.failed_syncs
-        failures = await self._worker.run(partial(_erase_all, self._slab, records))
+        failures = await self._worker.run(partial(erase_all, self._slab, records))
         self._killer.reach(KillPoint.AFTER_ERASE)
         left = {name_of(one.removal.cache) for one in batch if one.removal.extent in failures}
         doubtful = self._doubt(batch, left)
@@ -277,7 +311,7 @@ class Demotion:
             await self._index.sync_since(
                 failed_syncs
             )  # the device must not take their end before that of what they bury
-            failures |= await self._worker.run(partial(_erase_all, self._slab, notes))
+            failures |= await self._worker.run(partial(erase_all, self._slab, notes))
         changes: list[Change] = [_without(one.removal) for one in batch]
         await self._index.apply(*changes, *(RemoveNote(extent.offset) for extent in notes))
         if self._index.failed_syncs == failed_syncs:
@@ -290,7 +324,7 @@ class Demotion:
             if extent in failures:
                 self._keep_out(extent, failures[extent])
             else:
-                self._slab.free(extent)
+                self._free(extent)
                 self._counters.demotions.erased += 1
 
     def _doubt(self, batch: Sequence["_Departure"], left: set[bytes]) -> set[bytes]:
@@ -300,7 +334,12 @@ class Demotion:
         self._unerased |= {name: cache for name, cache in names.items() if name in left or name in doubtful}
         return doubtful
 
+    def _free(self, extent: Extent) -> None:
+        self._slab.free(extent)
+        self._room.forget_moving(extent)
+
     def _keep_out(self, extent: Extent, error: DiskError) -> None:
+        self._room.forget_moving(extent)
         self.is_index_true = False  # it may hold a whole record that the index does not name: the next start must look
         self._counters.quarantined_bytes += extent.length
         _LOG.warning("%s of the slab could not be erased, it stays out of use until the next start: %s", extent, error)
@@ -377,42 +416,5 @@ class Demotion:
             await self._index.apply(RemoveNote(note.extent.offset))
 
 
-class _Numbers(NamedTuple):
-    """Sequence numbers of a record and of the tombstone that it needs; 0: none."""
-
-    record: int
-    tombstone: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Departure:
-    """A record that goes, and the tombstone that goes after it. ``is_kept_out``: its place is not used again."""
-
-    removal: Removal
-    note: Note | None
-    is_kept_out: bool
-
-
 def _without(removal: Removal) -> RemoveRecord:
     return RemoveRecord(removal.cache.family.space.namespace, removal.cache.key, removal.extent.offset)
-
-
-def _write(slab: Slab, extent: Extent, view: Bytes, sequence: int, generation: int, prefill_s: float) -> SsdEntry:
-    """Verify a record where it lies, and write it. Raises CorruptError before the first byte is written."""
-    reader = RecordReader(view)
-    reader.verify()
-    if reader.generation != generation:
-        raise CorruptError(f"{reader}: generation {reader.generation:016x} where {generation:016x} was committed")
-    slab.write(extent, view, Stamp(sequence, reader.header_checksum, prefill_s))
-    return SsdEntry(reader.meta, extent, generation, reader.header_checksum, sequence, prefill_s)
-
-
-def _erase_all(slab: Slab, extents: Iterable[Extent]) -> dict[Extent, DiskError]:
-    """Those that could not be erased, and why."""
-    failures: dict[Extent, DiskError] = {}
-    for extent in extents:
-        try:
-            slab.erase(extent)
-        except DiskError as error:
-            failures[extent] = error
-    return failures

@@ -21,7 +21,7 @@ from kvservice.catalog import Catalog
 from kvservice.folding import Deviations, FoldRefusedError, Source
 from kvservice.killpoints import Killer, KillPoint
 from kvservice.limits import NodeLimits
-from kvservice.model.errors import CapacityError, InvalidInputError, LimitError
+from kvservice.model.errors import CapacityError, InvalidInputError, LimitError, QuotaError
 from kvservice.model.segment import CacheKey, ContextId, SegmentId
 from kvservice.round_history import RoundHistory
 from kvservice.stats.counters import Counters, Room
@@ -257,8 +257,8 @@ class Families:
             folds.kept += 1
             return None
         try:
-            extent = self._allocation.take(difference.record_bytes, Room.FOLD)
-        except CapacityError:
+            extent = self._allocation.take(difference.record_bytes, Room.FOLD, identity.tenant)
+        except (CapacityError, QuotaError):
             folds.dropped += 1
             return None
         generation = None

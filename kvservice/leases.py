@@ -98,6 +98,8 @@ class Leases:
         if id_ >> NUMBER_BITS != self._epoch_tag:
             raise StaleEpochError(f"lease {id_} is from before the service's last start; look up again")
         grant = self.live.get(LeaseId(id_))
+        if grant is not None and grant.session.principal.name != session.principal.name:
+            return None  # as if it had never been: another caller's leases are nobody's business
         if grant is not None and grant.session is not session:
             raise NotOwnedError(f"lease {id_} belongs to another session")
         return grant

@@ -3,7 +3,7 @@
 A group that nobody holds is in a tier's order exactly if a record of it lies in the tier.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,8 @@ class Orders:
         self.host = host
         self.ssd = ssd
         self.rates = rates
+        self.own: dict[str, Orders] = {}
+        """Of tenants that have met their quota: of their groups alone, the same places among themselves."""
 
     @property
     def kind(self) -> Callable[[], EvictionOrder[Any]]:
@@ -61,6 +63,18 @@ class Orders:
         self._settle(self.host, head, group.host_bytes, self.rates.host, is_used)
         if group.ssd_bytes or head in self.ssd:
             self._settle(self.ssd, head, group.ssd_bytes, self.rates.ssd, is_used)
+        if self.own:
+            own = self.own.get(head.family.space.identity.tenant)
+            if own is not None:
+                own.settle(head, is_used=is_used)
+
+    def keep_own(self, tenant: str, heads: Iterable[Cache]) -> None:
+        """From now on know a tenant's own order too. ``heads``: its groups that nobody holds, the oldest first."""
+        assert tenant not in self.own, tenant
+        own = Orders(type(self.host)(), type(self.ssd)(), self.rates)
+        for head in heads:
+            own.settle(head, is_used=True)
+        self.own[tenant] = own
 
     @staticmethod
     def _settle(order: EvictionOrder[Cache], head: Cache, size: int, rate: float, is_used: bool) -> None:

@@ -1,7 +1,7 @@
 """The gRPC edge: a session for each stream, a status for each error. Decides nothing.
 
-One of the server's two broad ``except`` is here (control_socket.py has the other): what nobody foresaw is logged with
-its traceback and answered INTERNAL.
+One of the server's broad ``except`` is here (control_socket.py and network_rpc.py have the others): what nobody foresaw
+is logged with its traceback and answered INTERNAL.
 """
 
 import asyncio
@@ -12,11 +12,14 @@ from typing import Any, TypeVar, cast
 import grpc
 import grpc.aio
 
+from kvservice.access.gate import Gate
+from kvservice.access.principal import LOCAL, Principal
 from kvservice.calls import CacheCalls
 from kvservice.model.errors import (
     CapacityError,
     CorruptError,
     DiskError,
+    ForbiddenError,
     InvalidInputError,
     KVServiceError,
     LeaseExpiredError,
@@ -25,13 +28,14 @@ from kvservice.model.errors import (
     NotOwnedError,
     RecordFormatError,
     StaleEpochError,
+    UnauthenticatedError,
     UnavailableError,
     UnknownSessionError,
 )
 from kvservice.wire.v1 import cache_pb2 as wire
 from kvservice.wire.v1.cache_pb2_grpc import CacheServiceServicer, add_CacheServiceServicer_to_server
 
-__all__ = ["ERROR_KEY", "CacheCalls", "CacheServicer", "add_to_server", "status_of"]
+__all__ = ["ERROR_KEY", "CacheCalls", "CacheServicer", "abort", "add_to_server", "status_of"]
 
 ERROR_KEY = "kvservice-error"
 """Trailing metadata: the error's code (model/errors.py)."""
@@ -47,6 +51,8 @@ _STATUS: tuple[tuple[type[KVServiceError], grpc.StatusCode], ...] = (
     (CapacityError, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (DiskError, grpc.StatusCode.UNAVAILABLE),
     (LimitError, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (UnauthenticatedError, grpc.StatusCode.UNAUTHENTICATED),
+    (ForbiddenError, grpc.StatusCode.PERMISSION_DENIED),
     (NotOwnedError, grpc.StatusCode.PERMISSION_DENIED),
     (StaleEpochError, grpc.StatusCode.FAILED_PRECONDITION),
     (UnknownSessionError, grpc.StatusCode.FAILED_PRECONDITION),
@@ -63,36 +69,48 @@ def status_of(error: KVServiceError) -> grpc.StatusCode:
     return next((status for kind, status in _STATUS if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
 
 
-def add_to_server(calls: CacheCalls, server: grpc.aio.Server) -> None:
-    """Serve a node's calls."""
-    add_CacheServiceServicer_to_server(CacheServicer(calls), server)  # type: ignore[no-untyped-call]
+def add_to_server(calls: CacheCalls, server: grpc.aio.Server, gate: Gate | None = None) -> None:
+    """Serve a node's calls to everybody who reaches the server."""
+    add_CacheServiceServicer_to_server(CacheServicer(calls, gate), server)  # type: ignore[no-untyped-call]
 
 
 class CacheServicer(CacheServiceServicer):
-    """CacheService over a node's calls."""
+    """CacheService over a node's calls. Who calls is the principal ``local`` of ``gate``; network_rpc.py asks."""
 
-    def __init__(self, calls: CacheCalls) -> None:
+    def __init__(self, calls: CacheCalls, gate: Gate | None = None) -> None:
         self._calls = calls
+        self._gate = gate
 
     async def OpenSession(  # noqa: N802
         self, request_iterator: AsyncIterator[wire.SessionRequest], context: "Context"
     ) -> AsyncIterator[wire.SessionReply]:
+        """See ``serve_session``: here everybody is local."""
+        async for reply in self.serve_session(
+            request_iterator, context, LOCAL if self._gate is None else self._gate.local
+        ):
+            yield reply
+
+    async def serve_session(
+        self, requests: AsyncIterator[wire.SessionRequest], context: "Context", principal: Principal
+    ) -> AsyncIterator[wire.SessionReply]:
         """A session that lives as long as the stream: when it ends, however it ends, all that it held is freed."""
         session_id = b""
         try:
-            async for request in request_iterator:
-                reply = self._answer_session(request, session_id)
+            async for request in requests:
+                reply = self._answer_session(request, session_id, principal)
                 session_id = reply.welcome.session_id or session_id
                 yield reply
         except Exception as error:  # noqa: BLE001  the RPC edge
-            await _abort(context, "OpenSession", error)
+            await abort(context, "OpenSession", error)
         finally:
             self._calls.close_session(session_id)
 
-    def _answer_session(self, request: wire.SessionRequest, session_id: bytes) -> wire.SessionReply:
+    def _answer_session(
+        self, request: wire.SessionRequest, session_id: bytes, principal: Principal
+    ) -> wire.SessionReply:
         kind = request.WhichOneof("request")
         if kind == "hello" and not session_id:
-            return wire.SessionReply(welcome=self._calls.open_session(request.hello))
+            return wire.SessionReply(welcome=self._calls.open_session(request.hello, principal))
         if kind == "register" and session_id:
             return wire.SessionReply(registered=self._calls.register(session_id, request.register))
         raise InvalidInputError("a session's stream begins with one hello; after it come only registrations")
@@ -112,7 +130,7 @@ class CacheServicer(CacheServiceServicer):
             await _require_caller(context)
         except UnavailableError as error:
             self._calls.take_back(request, reply)
-            await _abort(context, "reserve", error)
+            await abort(context, "reserve", error)
         except asyncio.CancelledError:
             self._calls.take_back(request, reply)
             raise
@@ -173,11 +191,12 @@ async def _answer(call: Callable[[Request], Awaitable[Reply]], request: Request,
     try:
         return await call(request)
     except Exception as error:
-        await _abort(context, call.__name__, error)
+        await abort(context, call.__name__, error)
         raise AssertionError("abort raises") from error
 
 
-async def _abort(context: Context, call: str, error: Exception) -> None:
+async def abort(context: Context, call: str, error: Exception) -> None:
+    """End a call with the status of ``error``; raises AbortError."""
     if isinstance(error, grpc.aio.AbortError):
         raise error
     if isinstance(error, KVServiceError):

@@ -137,7 +137,7 @@ class Store:
         if master is not None:
             self._catalog.hold(master)
         try:
-            extent = self._allocation.take(request.record_bytes)
+            extent = self._allocation.take(request.record_bytes, tenant=space.identity.tenant)
         except KVServiceError:
             if master is not None:
                 self._catalog.unhold(master)
@@ -216,7 +216,8 @@ class Store:
 
     def abort(self, session: Session, ids: Iterable[int]) -> int:
         """Free reservations; how many there were. Aborting twice is no error; one under commit is left to it."""
-        found = {id_: self.open[id_] for id_ in ids if id_ in self.open}
+        name = session.principal.name  # what others reserved does not exist for it
+        found = {id_: one for id_ in ids if (one := self.open.get(id_)) and one.session.principal.name == name}
         strange = [id_ for id_, reservation in found.items() if reservation.session is not session]
         if strange:
             raise NotOwnedError(f"reservations {strange} belong to another session; nothing was aborted")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from kvservice.caches import Cache
 from kvservice.model.cache import Extent
 from kvservice.model.segment import ContextId, SegmentId
+from kvservice.storage.slab_format import taken_bytes
 
 
 @dataclass(slots=True)
@@ -28,6 +29,8 @@ class Superseded:
 
     def __init__(self) -> None:
         self.record_bytes = 0
+        self.taken = Counter[str]()
+        """Bytes of the slab by tenant."""
         self.old: set[Cache] = set()
         self._forms: dict[Cache, OldForm] = {}
         self._old_mirrors = Counter[tuple[SegmentId, ContextId]]()  # by the dense record that they stand on
@@ -45,6 +48,7 @@ class Superseded:
         self._forms[new] = OldForm(old, extent, base)
         self.old.add(old)
         self.record_bytes += extent.length
+        self.taken[old.family.space.identity.tenant] += taken_bytes(extent.length)
         if base is not None:
             self._old_mirrors[new.family.segment, base] += 1
 
@@ -67,6 +71,7 @@ class Superseded:
                 continue
             del self._forms[one]
             self.record_bytes -= form.extent.length
+            self.taken[form.cache.family.space.identity.tenant] -= taken_bytes(form.extent.length)
             self.old.discard(form.cache)
             freed.append(form)
             if form.base is not None:

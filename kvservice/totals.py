@@ -3,6 +3,10 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvservice.storage.arena import GRANULARITY_BYTES
+from kvservice.storage.buffer import round_up
+from kvservice.storage.slab_format import taken_bytes
+
 if TYPE_CHECKING:
     from kvservice.caches import Cache  # which imports this
 
@@ -12,7 +16,8 @@ class Totals:
     """Running sums over what is held; published caches unless they say hidden.
 
     By tier, hidden ones too: a cache may be in both. ``above``: the sums that these are a part of, a tenant's of a
-    namespace's, the node's of a tenant's. ``groups`` and ``held_bytes`` are of the node alone.
+    namespace's, the node's of a tenant's. ``groups`` and ``held_bytes`` are of the node alone. ``host_taken`` and
+    ``ssd_taken``: bytes of the tiers that the records take, rounding and footers included; quotas count these.
     """
 
     above: "Totals | None" = None
@@ -32,6 +37,8 @@ class Totals:
     ssd_caches: int = 0
     ssd_bytes: int = 0
     ssd_mirror_bytes: int = 0
+    host_taken: int = 0
+    ssd_taken: int = 0
 
     def count(self, cache: "Cache", sign: int) -> None:
         """Add (1) or take away (-1) a published cache."""
@@ -62,6 +69,7 @@ class Totals:
         """Add or take away a record in host memory."""
         self.host_caches += sign
         self.host_bytes += sign * cache.record_bytes
+        self.host_taken += sign * host_taken(cache.record_bytes)
         self.host_mirror_bytes += sign * cache.record_bytes * (cache.master is not None)
         if self.above is not None:
             self.above.count_host(cache, sign)
@@ -70,18 +78,25 @@ class Totals:
         """Add or take away a record on SSD."""
         self.ssd_caches += sign
         self.ssd_bytes += sign * cache.record_bytes
+        self.ssd_taken += sign * taken_bytes(cache.record_bytes)
         self.ssd_mirror_bytes += sign * cache.record_bytes * (cache.master is not None)
         if self.above is not None:
             self.above.count_ssd(cache, sign)
 
 
+def host_taken(record_bytes: int) -> int:
+    """Bytes of the arena that a record takes."""
+    return round_up(record_bytes, GRANULARITY_BYTES)
+
+
 class TenantTotals:
-    """The sums of every tenant that has a namespace."""
+    """The sums of every tenant that has a namespace, and of those that are gone but still have bytes in a tier."""
 
     def __init__(self, node: Totals) -> None:
         self._node = node
         self._by_name: dict[str, Totals] = {}
         self._namespaces: dict[str, int] = {}
+        self._leaving: dict[str, Totals] = {}  # a quota must not forget what is leased or being erased
 
     def __len__(self) -> int:
         return len(self._by_name)
@@ -90,9 +105,14 @@ class TenantTotals:
         """The sums of a tenant; None if it has no namespace."""
         return self._by_name.get(tenant)
 
+    def all_of(self, tenant: str) -> Totals | None:
+        """The sums of a tenant, also if it has no namespace any more; None if it has no bytes either."""
+        return self._by_name.get(tenant) or self._leaving.get(tenant)
+
     def open(self, tenant: str) -> Totals:
         """The sums of a new namespace of a tenant."""
-        above = self._by_name.setdefault(tenant, Totals(self._node))
+        above = self._by_name.get(tenant) or self._leaving.pop(tenant, None) or Totals(self._node)
+        self._by_name[tenant] = above
         self._namespaces[tenant] = self._namespaces.get(tenant, 0) + 1
         return Totals(above)
 
@@ -100,4 +120,6 @@ class TenantTotals:
         """A namespace went. What of it is still leased is the node's from now on."""
         self._namespaces[tenant] -= 1
         if not self._namespaces[tenant]:
-            del self._namespaces[tenant], self._by_name[tenant]
+            del self._namespaces[tenant]
+            self._leaving[tenant] = self._by_name.pop(tenant)
+            self._leaving = {name: one for name, one in self._leaving.items() if one.host_bytes or one.ssd_bytes}

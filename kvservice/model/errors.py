@@ -108,6 +108,30 @@ class LimitError(KVServiceError):
     code = "LIMIT"
 
 
+class QuotaError(LimitError):
+    """A tenant's quota of a tier is full, and nothing of its own may be evicted. Release leases, or raise the quota."""
+
+    code = "QUOTA"
+
+
+class RateError(LimitError):
+    """A caller asks more often, or for more bytes, than it may. Wait a moment, then ask again."""
+
+    code = "RATE"
+
+
+class UnauthenticatedError(KVServiceError):
+    """The caller did not prove who it is: no token or certificate, an unknown one, or one that has expired."""
+
+    code = "UNAUTHENTICATED"
+
+
+class ForbiddenError(KVServiceError):
+    """The caller is known, and may not do this."""
+
+    code = "FORBIDDEN"
+
+
 class NotOwnedError(KVServiceError):
     """A session named a reservation, lease or extent that is not its own."""
 

@@ -10,7 +10,8 @@ from kvservice.superseded import Superseded
 
 def cache(context: bytes) -> Any:
     """As much of a cache as this needs; each is one of its own."""
-    return _Cache(SimpleNamespace(segment=b"s"), ContextId(context))
+    space = SimpleNamespace(identity=SimpleNamespace(tenant="test"))
+    return _Cache(SimpleNamespace(segment=b"s", space=space), ContextId(context))
 
 
 class _Cache:
