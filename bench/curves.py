@@ -1,10 +1,11 @@
 """What do miss-ratio curves cost: on a lookup, and behind it?
 
-Lookups of 64 segments that are all found, over a cache of many segments, with curves and without, in turn; the events
-are taken in between lookups and timed apart. Prints a table and writes build/bench/curves.json.
-Run: python bench/curves.py
+Lookups of 64 segments that are all found, or all missed, over a cache of many segments, with curves and without, in
+turn; the events are taken in between lookups and timed apart. Prints a table and writes build/bench/curves.json.
+Run: python bench/curves.py; with --short only a few rounds, to see that it runs.
 """
 
+import argparse
 import asyncio
 import gc
 import json
@@ -17,7 +18,8 @@ from typing import Any
 
 from kvservice.caches import Space, VerifiedRecord
 from kvservice.calls import CacheCalls
-from kvservice.curves.scopes import CurveLimits, Curves
+from kvservice.curves.bounds import CurveLimits
+from kvservice.curves.scopes import Curves
 from kvservice.limits import NodeLimits
 from kvservice.model.cache import CacheMeta, Extent
 from kvservice.model.geometry import attention_geometry
@@ -60,9 +62,9 @@ class Bench:
             self.node.curves.note_stored(self.node.catalog.publish(space, _record(space, number)))
             self.node.curves.work()
 
-    def request(self, rng: random.Random, caches: int) -> Any:
-        """A prompt of segments picked at random."""
-        numbers = [rng.randrange(caches) for _ in range(SEGMENTS)]
+    def request(self, rng: random.Random, caches: int, first: int = 0) -> Any:
+        """A prompt of segments picked at random from ``first`` on."""
+        numbers = [first + rng.randrange(caches) for _ in range(SEGMENTS)]
         segments = [
             wire.SegmentQuery(
                 segment=digest(b"segment", number), accepted_contexts=[digest(b"context", number)], tokens=TOKENS
@@ -77,7 +79,8 @@ class Bench:
         started = time.thread_time()
         reply = await self.calls.lookup(request)
         spent = time.thread_time() - started
-        await self.calls.call("Release", wire.ReleaseRequest(session=self.session, lease_ids=[reply.lease.id]))
+        if reply.lease.id:
+            await self.calls.call("Release", wire.ReleaseRequest(session=self.session, lease_ids=[reply.lease.id]))
         return spent
 
     def time_work(self) -> tuple[float, int]:
@@ -113,7 +116,7 @@ def _record(space: Space, number: int) -> VerifiedRecord:
     return VerifiedRecord(meta, Extent(number * RECORD_BYTES, RECORD_BYTES), number)
 
 
-async def measure(caches: int) -> dict[str, Any]:
+async def measure(caches: int, rounds: int, *, is_missed: bool) -> dict[str, Any]:
     """CPU time, medians over rounds, with curves and without them in turn."""
     bench = Bench(caches)
     on = bench.node.curves
@@ -123,22 +126,24 @@ async def measure(caches: int) -> dict[str, Any]:
     gc.freeze()  # as a node does: a collection over all caches would be half of what is measured
     lookups: dict[Curves, list[float]] = {on: [], off: []}
     ratios, behind, events = list[float](), 0.0, 0
-    for number in range(ROUNDS):
+    first = caches if is_missed else 0
+    for number in range(rounds):
         spent = {on: 0.0, off: 0.0}
         for turn in range(LOOKUPS):
             for curves in (on, off) if turn % 2 else (off, on):
                 bench.node.curves = curves
-                spent[curves] += await bench.time_lookup(bench.request(rng, caches))
+                spent[curves] += await bench.time_lookup(bench.request(rng, caches, first))
         for curves in (on, off):
             lookups[curves].append(spent[curves] / LOOKUPS)
         ratios.append(spent[on] / spent[off])
         bench.node.curves = on
-        if number >= ROUNDS - WORKED:  # at the end only: it takes the core's caches from the lookups behind it
+        if number >= rounds - WORKED:  # at the end only: it takes the core's caches from the lookups behind it
             after, count = bench.time_work()
             behind, events = behind + after, events + count
         on.events.clear()
     return {
         "caches": caches,
+        "lookups_are": "missed" if is_missed else "found",
         "lookup_us": round(statistics.median(lookups[off]) * 1e6, 1),
         "lookup_with_curves_us": round(statistics.median(lookups[on]) * 1e6, 1),
         "noting_us": round(bench.time_noting(bench.request(rng, caches)) * 1e6, 2),
@@ -151,8 +156,12 @@ async def measure(caches: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """All sizes."""
-    results = [asyncio.run(measure(caches)) for caches in CACHES]
+    """All sizes, found and missed."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--short", action="store_true")
+    rounds = WORKED if parser.parse_args().short else ROUNDS
+    cases = [(caches, is_missed) for caches in CACHES for is_missed in (False, True)]
+    results = [asyncio.run(measure(caches, rounds, is_missed=is_missed)) for caches, is_missed in cases]
     for one in results:
         print(", ".join(f"{name} {value}" for name, value in one.items()))
     RESULT.parent.mkdir(parents=True, exist_ok=True)

@@ -8,8 +8,7 @@ held. error: held and not to be had, or a question that is wrong. State only, ow
 """
 
 import heapq
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvservice.caches import Space
@@ -30,7 +29,6 @@ FAILED = {one: one.name.lower() for one in ERRORS}
 
 # place := source x match | missed by reason | broken off        one index, so that counting is two additions
 _MATCHES = len(Match)
-_SSD = _MATCHES
 _MISSES = _MATCHES * len(SOURCES)
 _BROKEN_OFF = _MISSES + len(MissReason)
 PLACES = _BROKEN_OFF + 1
@@ -40,7 +38,7 @@ def place_of(finding: Finding) -> int:
     """The index of an answer, at which it is counted."""
     match = finding[1]  # by number: a lookup comes here for every segment
     if match:
-        return match + _SSD if finding[4] else match
+        return match + finding[4] * _MATCHES
     return _MISSES + finding[2]
 
 
@@ -76,10 +74,10 @@ def count_at(counts: Sequence[int], places: Iterable[int]) -> int:
 class Ledger:
     """The answers of one namespace, or of those of a tenant that have no ledger of their own.
 
-    ``segments`` and ``tokens``: by place. ``prompts``: in this window, by which it keeps its name.
+    ``segments`` and ``tokens``: by place.
     """
 
-    __slots__ = ("model", "namespace", "prompts", "segments", "tenant", "tokens")
+    __slots__ = ("model", "namespace", "segments", "tenant", "tokens")
 
     def __init__(self, tenant: str, namespace: str, model: str = "") -> None:
         self.tenant = tenant
@@ -87,7 +85,6 @@ class Ledger:
         self.model = model
         self.segments = [0] * PLACES
         self.tokens = [0] * PLACES
-        self.prompts = 0
 
     def count_broken_off(self, tokens: int) -> None:
         """One segment was not."""
@@ -95,7 +92,7 @@ class Ledger:
         self.tokens[_BROKEN_OFF] += tokens
 
     def take_over(self, other: "Ledger") -> None:
-        """What ``other`` counted is counted here from now on."""
+        """Count what ``other`` counted too: a ledger of sums."""
         for place in range(PLACES):
             self.segments[place] += other.segments[place]
             self.tokens[place] += other.tokens[place]
@@ -103,29 +100,24 @@ class Ledger:
 
 @dataclass(frozen=True, slots=True)
 class AccountLimits:
-    """``candidates_max``: namespaces without a name that are watched, so that the busiest get one at a window's end."""
+    """How many have a name."""
 
     namespaces_max: int = 32
     tenants_max: int = 16
-    candidates_max: int = 4096
-    window_s: float = 60.0
 
 
 class Accounts:
-    """The ledgers. The busiest namespaces and tenants have names; what loses its own is counted under OTHER.
+    """The ledgers. The first namespaces and tenants that are asked for have names, until the node ends.
 
-    So sums over all never fall, and a name's counters begin at zero whenever it gets it. ``clock``: monotonic seconds.
+    A name is neither taken away nor given later to what was counted under OTHER: a series that changed hands would rise
+    or fall by what it never saw, and a monitor would take that for traffic.
     """
 
-    def __init__(self, clock: Callable[[], float], limits: AccountLimits | None = None) -> None:
+    def __init__(self, limits: AccountLimits | None = None) -> None:
         self.limits = limits or AccountLimits()
         self.rest = Ledger(OTHER, OTHER)
-        self._clock = clock
         self._named: dict[bytes, Ledger] = {}
         self._tenants: dict[str, Ledger] = {}  # what their nameless namespaces count
-        self._candidates: Counter[tuple[str, str]] = Counter()
-        self._spaces: dict[tuple[str, str], Space] = {}
-        self._window_end_s = clock() + self.limits.window_s
 
     def __iter__(self) -> Iterator[Ledger]:
         yield from self._named.values()
@@ -146,52 +138,20 @@ class Accounts:
         """Where a prompt of a namespace is counted; None: of one that is not known."""
         if space is None:
             return self.rest
-        ledger = self._named.get(space.namespace)
-        if ledger is None:
-            ledger = self._nameless(space)
-        ledger.prompts += 1
-        return ledger
+        return self._named.get(space.namespace) or self._name(space) or self._nameless(space)
 
     def note_restored(self, spaces: Iterable[Space]) -> None:
         """Give names to the largest namespaces that a start brought, as long as there is room."""
         for space in heapq.nlargest(self.limits.namespaces_max, spaces, key=lambda one: one.totals.ssd_bytes):
             self._name(space)
 
-    def turn(self) -> None:
-        """Once a window is over, names go from those that were asked for least to those asked for more often."""
-        now_s = self._clock()
-        if now_s < self._window_end_s:
-            return
-        self._window_end_s = now_s + self.limits.window_s
-        for key, prompts in self._candidates.most_common(self.limits.namespaces_max):
-            self._make_room(self._spaces[key], prompts)
-            ledger = self._name(self._spaces[key])
-            if ledger is not None:
-                ledger.prompts = prompts  # the next one must not take its name away
-        self._candidates.clear()
-        self._spaces.clear()
-        for ledger in self:
-            ledger.prompts = 0
-
-    # Names
-
     def _nameless(self, space: Space) -> Ledger:
-        ledger = self._name(space)
-        if ledger is not None:
-            return ledger
-        tenant = _tenant_of(space)
-        key = (tenant, space.namespace.hex())
-        if key in self._candidates or len(self._candidates) < self.limits.candidates_max:
-            self._candidates[key] += 1
-            self._spaces[key] = space
-        return self._tenants.get(tenant, self.rest)
+        return self._tenants.get(_tenant_of(space), self.rest)
 
     def _name(self, space: Space) -> Ledger | None:
         """A ledger of its own, if there is room for it and for its tenant."""
         tenant, limits = _tenant_of(space), self.limits
-        if space.namespace in self._named:
-            return self._named[space.namespace]
-        if self._is_stranger(tenant):
+        if tenant != OTHER and tenant not in self._tenants:
             if len(self._tenants) >= limits.tenants_max:
                 return None
             self._tenants[tenant] = Ledger(tenant, OTHER)
@@ -200,32 +160,6 @@ class Accounts:
         ledger = Ledger(tenant, space.namespace.hex(), space.identity.model[:NAME_CHARS_MAX])
         self._named[space.namespace] = ledger
         return ledger
-
-    def _is_stranger(self, tenant: str) -> bool:
-        return tenant != OTHER and tenant not in self._tenants
-
-    def _make_room(self, space: Space, prompts: int) -> None:
-        """Take names away from those that were asked for less often than ``prompts`` times."""
-        if self._is_stranger(_tenant_of(space)) and len(self._tenants) >= self.limits.tenants_max:
-            asked = Counter({name: ledger.prompts for name, ledger in self._tenants.items()})
-            for ledger in self._named.values():
-                asked[ledger.tenant] += ledger.prompts if ledger.tenant in asked else 0
-            name, least = min(asked.items(), key=lambda one: one[1])
-            if least < prompts:
-                self._drop_tenant(name)
-        if len(self._named) >= self.limits.namespaces_max:
-            namespace, ledger = min(self._named.items(), key=lambda one: one[1].prompts)
-            if ledger.prompts < prompts:
-                self._drop_namespace(namespace)
-
-    def _drop_tenant(self, tenant: str) -> None:
-        for namespace in [one for one, ledger in self._named.items() if ledger.tenant == tenant]:
-            self._drop_namespace(namespace)
-        self.rest.take_over(self._tenants.pop(tenant))
-
-    def _drop_namespace(self, namespace: bytes) -> None:
-        ledger = self._named.pop(namespace)
-        self._tenants.get(ledger.tenant, self.rest).take_over(ledger)
 
 
 def _tenant_of(space: Space) -> str:

@@ -7,6 +7,7 @@ Off unless a setting turns it on. Digests only: no token ids, no texts. State on
 import asyncio
 import struct
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -27,7 +28,9 @@ FIELDS = (
 """The same as numpy reads it."""
 ROWS_MAX = 1 << 22
 NAMESPACES_MAX = 4096
-"""Namespaces that are named; others are, as those that are not known, number 0."""
+"""Namespaces that are named at a time; others are, as those that are not known, number 0."""
+PROMPT_SEGMENTS_MAX = 8192
+"""Of one lookup: so many rows a namespace gets at most before the next prompt begins."""
 SLICE_ROWS = 16384
 """Copied in one go: about a MiB, 0.2 ms."""
 PROMPT_MASK, AFFINITY_MAX = (1 << 32) - 1, (1 << 8) - 1
@@ -53,7 +56,10 @@ class Snapshot:
 
 
 class RequestLog:
-    """``rows_max`` segments at ROW.size bytes each, taken at once. ``clock_ns``: the time of day."""
+    """``rows_max`` segments at ROW.size bytes each, taken at once. ``clock_ns``: the time of day, for display only.
+
+    A namespace's number is another's once none of the rows is of it any more.
+    """
 
     def __init__(self, rows_max: int, clock_ns: Callable[[], int] = time.time_ns) -> None:
         assert 0 < rows_max <= ROWS_MAX, rows_max
@@ -61,14 +67,15 @@ class RequestLog:
         self.count = 0
         self._rows = bytearray(rows_max * ROW.size)
         self._clock_ns = clock_ns
-        self._numbers: dict[bytes, int] = {}
+        self._numbers: OrderedDict[bytes, int] = OrderedDict()  # the one asked for longest ago first
+        self._ends: list[int] = [0]  # by number: rows up to here may be of it
         self._namespaces = [Named()]
         self._prompts = 0
         self._head = b""
 
     def begin(self, space: Space | None, call: int) -> None:
         """The next prompt is answered, of the lookup with this number; lookups may take turns."""
-        number = 0 if space is None else self._numbers.get(space.namespace) or self._name(space)
+        number = 0 if space is None else self._number(space)
         self._head = HEAD.pack(self._clock_ns() // 1000, call, self._prompts & PROMPT_MASK, number)
         self._prompts += 1
 
@@ -89,18 +96,36 @@ class RequestLog:
         )
         self.count += 1
 
-    def _name(self, space: Space) -> int:
-        if len(self._namespaces) > NAMESPACES_MAX:
+    def _number(self, space: Space) -> int:
+        number = self._numbers.get(space.namespace)
+        if number is None:
+            number = self._free_number()
+            if not number:
+                return 0
+            identity = space.identity
+            tenant, model = identity.tenant[:NAME_CHARS_MAX], identity.model[:NAME_CHARS_MAX]
+            self._namespaces[number] = Named(space.namespace.hex(), tenant, model, space.token_s)
+            self._numbers[space.namespace] = number
+        else:
+            self._numbers.move_to_end(space.namespace)
+        self._ends[number] = self.count + PROMPT_SEGMENTS_MAX
+        return number
+
+    def _free_number(self) -> int:
+        """A new number, or that of the namespace asked for longest ago if no row is of it; else 0."""
+        if len(self._namespaces) <= NAMESPACES_MAX:
+            self._namespaces.append(Named())
+            self._ends.append(0)
+            return len(self._namespaces) - 1
+        oldest, number = next(iter(self._numbers.items()))
+        if self._ends[number] > self.count - self.rows_max:
             return 0
-        self._numbers[space.namespace] = len(self._namespaces)
-        identity = space.identity
-        tenant, model = identity.tenant[:NAME_CHARS_MAX], identity.model[:NAME_CHARS_MAX]
-        self._namespaces.append(Named(space.namespace.hex(), tenant, model, space.token_s))
-        return self._numbers[space.namespace]
+        del self._numbers[oldest]
+        return number
 
     async def snapshot(self) -> Snapshot:
         """All that is held now. What is overwritten while it is copied counts as lost."""
-        end, size, copied = self.count, ROW.size, 0
+        end, size, copied, namespaces = self.count, ROW.size, 0, tuple(self._namespaces)
         at = max(0, end - self.rows_max)
         source, rows = memoryview(self._rows), np.empty((end - at) * size, np.uint8).data  # not zeroed: 60 ms
         while at < end:
@@ -110,4 +135,4 @@ class RequestLog:
             at, copied = at + count, copied + count
             await asyncio.sleep(0)
             at = max(at, self.count - self.rows_max)
-        return Snapshot(rows[: copied * size], tuple(self._namespaces), end - copied)
+        return Snapshot(rows[: copied * size], namespaces, end - copied)

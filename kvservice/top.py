@@ -14,7 +14,6 @@ import sys
 import termios
 import tty
 import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.client import HTTPException
@@ -24,6 +23,7 @@ from rich.console import Console
 from rich.text import Text
 
 from kvservice.model.errors import InvalidInputError, UnavailableError
+from kvservice.stats.asking import open_url
 from kvservice.top_frame import Seen, frame
 from kvservice.top_rates import Document, rates
 
@@ -99,7 +99,7 @@ def print_once(watch: Watch, stream: TextIO) -> int:
 def _asking(address: str) -> Ask:
     def ask(path: str) -> Any:
         try:
-            with urllib.request.urlopen(f"http://{address}{path}", timeout=HTTP_TIMEOUT_S) as reply:
+            with open_url(f"http://{address}{path}", HTTP_TIMEOUT_S) as reply:
                 document = json.loads(reply.read(ANSWER_BYTES_MAX))
         except urllib.error.HTTPError as error:
             raise UnavailableError(f"{address} answers {error.code} to {path}: is it an older node?") from error

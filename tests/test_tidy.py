@@ -19,7 +19,7 @@ BANNED_TEXT = {
     "a sleep": re.compile(r"\btime\.sleep\("),
 }
 TEXT_ALLOWED_IN = {"a sleep": ("bench/",)}
-BINARY = {".png", ".svg"}
+BINARY = {".parquet", ".png", ".svg"}
 
 
 def tracked() -> list[Path]:

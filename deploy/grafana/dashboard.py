@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 NODE = 'job="$job", instance=~"$instance"'
 KINDS = 'kind=~"master|mirror"'
+ONCE, TWICE = 'memory="1x"', 'memory="2x"'
 IS_FOUND = 'answer=~"host|ssd|remote|moved"'
 WIDTH, STAT_HEIGHT, GRAPH_HEIGHT = 24, 4, 8
 
@@ -43,9 +44,37 @@ def total(name: str, by: str = "") -> str:
     return f"sum{f' by ({by})' if by else ''} ({metric(name)})"
 
 
+def expected(memory: str) -> str:
+    """What a node would find."""
+    return f"max by (instance) ({metric('expected_hit_ratio', memory)})"
+
+
 def share(part: str, whole: str) -> str:
     """One expression over another."""
     return f"{part} / {whole}"
+
+
+def by_name(whose: str) -> tuple[Panel, ...]:
+    """What is told of tenants, or of namespaces, that have a name."""
+    asked = f"{whose}_answered_tokens_total"
+    found, label = f"topk(10, {rate(asked, whose, IS_FOUND)})", f"{{{{{whose}}}}}"
+    text = "The first since the node's start have names, the others are other. A namespace's: kvservice_namespace_info."
+    return (
+        Panel(
+            f"Tokens asked for, top 10 by {whose}",
+            "short",
+            ((f"topk(10, {rate(asked, whose)})", label),),
+            is_stacked=True,
+            text=text,
+        ),
+        Panel(f"Tokens found, top 10 by {whose}", "percentunit", ((share(found, rate(asked, whose)), label),), top=1),
+        Panel(
+            f"Bytes, top 10 by {whose}",
+            "bytes",
+            ((f"topk(10, {total(f'{whose}_tier_bytes', whose)})", label),),
+            is_stacked=True,
+        ),
+    )
 
 
 FOUND_SHARE = share(rate("answered_tokens_total", matchers=IS_FOUND), rate("answered_tokens_total"))
@@ -232,34 +261,32 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             ),
         ),
     ),
+    ("Tenants", by_name("tenant")),
+    ("Namespaces", by_name("namespace")),
     (
-        "Tenants",
+        "Curves and plans",
         (
             Panel(
-                "Tokens asked for, top 10",
-                "short",
-                ((f"topk(10, {rate('tenant_answered_tokens_total', 'tenant')})", "{{tenant}}"),),
-                is_stacked=True,
-            ),
-            Panel(
-                "Tokens found, top 10",
+                "Expected hits by size of memory",
                 "percentunit",
-                (
-                    (
-                        share(
-                            f"topk(10, {rate('tenant_answered_tokens_total', 'tenant', IS_FOUND)})",
-                            rate("tenant_answered_tokens_total", "tenant"),
-                        ),
-                        "{{tenant}}",
-                    ),
-                ),
+                ((f"min by (memory) ({metric('expected_hit_ratio')})", "{{memory}}"),),
+                12,
                 top=1,
+                text="Of segments, without an SSD, of the node that finds least; see GET /plan.",
             ),
             Panel(
-                "Bytes, top 10",
-                "bytes",
-                ((f"topk(10, {total('tenant_tier_bytes', 'tenant')})", "{{tenant}}"),),
-                is_stacked=True,
+                "What twice the memory would bring",
+                "percentunit",
+                ((f"{expected(TWICE)} - {expected(ONCE)}", "{{instance}}"),),
+                12,
+            ),
+            Panel("Watched caches", "short", ((total("curve_records", "instance"), "{{instance}}"),)),
+            Panel("Events that wait", "short", ((total("curve_events", "instance"), "{{instance}}"),)),
+            Panel(
+                "Curves watch less, a second",
+                "short",
+                ((rate("curve_overflows_total", "instance"), "{{instance}}"),),
+                text="More is asked for than curves take in: each time they watch half as many segments.",
             ),
         ),
     ),

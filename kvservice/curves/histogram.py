@@ -48,16 +48,8 @@ class MissRatioCurve:
         return self.hits[-1]
 
     def error(self, hit_ratio: float) -> float:
-        """Two standard errors of a ratio. Of sizes under a hundredth of what is used it says too little.
-
-        With SHARDS-adj the references are known and the misses are estimated, from whole segments (Horvitz-Thompson);
-        and a longer look at the same traffic would give other numbers (binomial).
-        """
-        misses = max(0.0, 1 - hit_ratio)
-        if self.references <= 0:
-            return 1.0
-        sampling = (1 - self.rate) / self.rate * self.clustering * misses
-        return min(1.0, 2 * math.sqrt((sampling + misses * hit_ratio) / self.references))
+        """Two standard errors of a ratio. Of sizes under a hundredth of what is used it says too little."""
+        return standard_error(1 - hit_ratio, self.references, self.rate, self.clustering)
 
     def size_for(self, share: float) -> float:
         """The least bytes that find ``share`` of what the largest memory finds; 0 if nothing is ever found."""
@@ -65,6 +57,19 @@ class MissRatioCurve:
         if wanted <= 0:
             return 0.0
         return next((edge for edge, hits in zip(EDGES, self.hits, strict=True) if hits >= wanted - 1e-12), EDGES[-1])
+
+
+def standard_error(share: float, references: float, rate: float, clustering: float) -> float:
+    """Two standard errors of a share of ``references`` of the whole traffic, a part ``rate`` of which was watched.
+
+    With SHARDS-adj the references are known and the share is estimated, from whole segments (Horvitz-Thompson); and a
+    longer look at the same traffic would give other numbers (binomial).
+    """
+    share = min(max(share, 0.0), 1.0)
+    if references <= 0:
+        return 1.0
+    sampling = (1 - rate) / rate * clustering * share
+    return min(1.0, 2 * math.sqrt((sampling + share * (1 - share)) / references))
 
 
 def _at(values: tuple[float, ...], size_bytes: float) -> float:

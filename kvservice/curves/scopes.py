@@ -7,44 +7,35 @@ Owned by the node's thread.
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from math import inf
-from operator import attrgetter
 from time import perf_counter
 
 from kvservice.caches import Cache, Space
+from kvservice.curves.bounds import HOST_SIZES, SSD_SIZES, WATCHES_MAX, CurveLimits, memory_bytes_max
 from kvservice.curves.distances import Distances
 from kvservice.curves.events import Deleted, Event, Missing, Stored, space_of
 from kvservice.curves.histogram import MissRatioCurve
-from kvservice.curves.sample import Sample, Segment
-from kvservice.curves.simulation import Group, PolicySimulation, SimulatedPoint
+from kvservice.curves.sample import Sample
+from kvservice.curves.simulation import PolicySimulation, SimulatedPoint
+from kvservice.curves.watching import NOTHING, Owed, Scope, Watch
 from kvservice.orders import LoadRates
 from kvservice.storage.eviction import EvictionOrder
 
+__all__ = ["CurveLimits", "Curves", "ScopeCurve", "namespace_scope", "tenant_scope"]
+
 _LOG = logging.getLogger(__name__)
 
-RECORD_MEMORY_BYTES = 720
-"""What a watched record takes at most, with its segment and its places; a test measures it."""
-SIMULATED_RECORD_MEMORY_BYTES = 512
-"""What a record takes in one miniature."""
-EVENT_MEMORY_BYTES = 1024
-SCOPE_MEMORY_BYTES = 16384
-"""A scope without records: two histograms and the tables' least sizes."""
-WATCHES_MAX = 1024
-"""Namespaces whose watch is kept; with more it is made again as needed."""
-WATCH_MEMORY_BYTES = 512
 READ_SLICE_S = 0.005
 """Who reads a curve waits this long at most for events that were not taken in yet."""
 NODE, OTHER = "node", "other"
 AGE_FACTOR = 0.5
 SIMULATED_SHARE_MIN = 1 / 8
 """Of the segments that curves watch."""
-HOST_SIZES = (0.5, 1, 2, 4, 8)
-SSD_SIZES = (1, 2)
-"""Sizes that are simulated, times what there is."""
+FORGOTTEN_A_LOOK = 64
 EVENTS_A_LOOK = 8
-"""Events between two looks at the clock."""
+"""Records looked at, and events taken in, between two looks at the clock."""
 
 
 def tenant_scope(tenant: str) -> str:
@@ -58,75 +49,9 @@ def namespace_scope(namespace: bytes) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class CurveLimits:
-    """Bounds of the curves.
-
-    ``node_records_max``, ``scope_records_max``, ``simulated_records_max``: watched records of the node's curve, of
-    every other, and of the simulation. ``scopes_max``: curves of tenants and namespaces. ``events_max``: noted and not
-    worked in. ``slice_s`` and ``pause_s``: how long they are worked in at a time, and how long other work has then;
-    ``idle_s``: if none wait.
-    ``half_life_s``: after it what was counted counts half, and what was not used in it is forgotten.
-    """
-
-    node_records_max: int = 8192
-    scope_records_max: int = 2048
-    simulated_records_max: int = 2048
-    scopes_max: int = 32
-    events_max: int = 8192
-    slice_s: float = 0.0005
-    pause_s: float = 0.0245
-    idle_s: float = 0.25
-    half_life_s: float = 6 * 3600.0
-
-
-def curve_limits(node_records_max: int) -> CurveLimits:
-    """Of a node whose own curve watches so many caches: the simulation, and every other scope, a quarter of them."""
-    part = max(node_records_max // 4, 1)
-    return CurveLimits(node_records_max, part, part)
-
-
-@dataclass(slots=True, eq=False)
-class Scope:
-    """One curve. ``references``: lookups in it, watched or not; ``since_s``, ``last_s``: the first and the last."""
-
-    name: str
-    sample: Sample
-    distances: Distances
-    since_s: float
-    last_s: float
-    references: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class Watch:
-    """What the request path needs of a namespace. ``below``: segments below it are noted. ``asked``: lookups counted.
-
-    ``known``: the watched segments by id; ``strangers``: of misses below, those of others,
-    which are counted and no more. ``samples``: who takes in what was noted: those of ``scopes`` and the simulation's.
-    ``rate``: the share of segments that ``below`` is.
-    """
-
-    below: bytes
-    scopes: tuple[Scope, ...] = ()
-    samples: tuple[Sample, ...] = ()
-    asked: int = 0
-    known: Mapping[bytes, Segment] = field(default_factory=dict)
-    strangers: int = 0
-    rate: float = 1.0
-
-    def lower(self) -> None:
-        """Note what one of the samples wants, and no more."""
-        widest = max(self.samples, key=attrgetter("rate"))
-        self.below, self.known, self.rate = widest.below, widest.segments, widest.rate
-
-
-NOTHING = Watch(b"")
-"""Of a node that keeps no curves, and of a namespace that is not known."""
-
-
-@dataclass(frozen=True, slots=True)
 class ScopeCurve:
     """A curve to read. ``window_s``: since its first lookup; of older ones half counts in every ``half_life_s``.
+    ``recent_s``: the same seconds, weighted as the lookups in them are: what counts in the curve came in so many.
 
     ``stored_bytes``: of all that was used in the window; ``token_bytes``: stored bytes a token, 0 if that is unknown.
     """
@@ -139,6 +64,7 @@ class ScopeCurve:
     rate: float
     stored_bytes: float
     token_bytes: float
+    recent_s: float
 
 
 class Curves:
@@ -152,14 +78,15 @@ class Curves:
         limits: CurveLimits,
         clock: Callable[[], float],
         host_bytes: int,
-        order: Callable[[], EvictionOrder[Group]],
+        order: Callable[[], EvictionOrder[int]],
         rates: LoadRates,
         granularity: int = 1,
     ) -> None:
         self.limits = limits
         self.events: deque[Event] = deque(maxlen=limits.events_max or 1)
         self.overflows = 0
-        self._uncounted = 0
+        self._uncounted = self._waiting = 0
+        self._owed: list[Owed] = []
         self._clock = clock
         self._order = order
         self._rates = rates
@@ -170,7 +97,8 @@ class Curves:
         self._scopes: dict[str, Scope] = {}
         self._tenants: list[str] = []  # the first two
         self._namespaces: list[str] = []
-        self._aged_s = clock()
+        self._aged_s = self._counted_s = clock()
+        self._aging: list[Scope | None] = []  # what was not used in a while is still to be forgotten; None: simulated
         self._simulation, self._simulated = self._new_simulation()
 
     def simulate_ssd(self, ssd_bytes: int) -> None:
@@ -188,7 +116,7 @@ class Curves:
     async def run(self) -> None:
         """Take events in, a slice at a time, until cancelled."""
         while self.is_on:
-            await asyncio.sleep(self.limits.pause_s if self.events else self.limits.idle_s)
+            await asyncio.sleep(self.limits.pause_s if self.events or self._aging else self.limits.idle_s)
             try:
                 self.work(self.limits.slice_s)
             except Exception:  # noqa: BLE001  a task's top: no curve is worth a lookup
@@ -241,12 +169,16 @@ class Curves:
         self._age()
         self._count_asked()
         until_s = inf if slice_s is None else perf_counter() + slice_s
+        while self._aging and perf_counter() < until_s:
+            self._forget()
+        waiting = len(self.events)
         while self.events and perf_counter() < until_s:
             for _ in range(min(EVENTS_A_LOOK, len(self.events))):
                 self._take(self.events.popleft())
+        self._pay(waiting - len(self.events))
         for watch in self._watches.values():
             watch.lower()
-        return bool(self.events)
+        return bool(self.events or self._aging)
 
     def _take(self, event: Event) -> None:
         is_reference = isinstance(event, Cache | Missing)
@@ -256,7 +188,7 @@ class Curves:
         self._uncounted = max(0, self._uncounted - 1)
 
     def _count_asked(self) -> None:
-        """How many references the samples should have seen, once the events noted so far are taken in.
+        """Note how many references the samples should see in the events that wait, and no others before these.
 
         If some were lost, as many as they will have seen: nothing is known of the others.
         """
@@ -264,17 +196,29 @@ class Curves:
         for watch in self._watches.values():
             asked, watch.asked = watch.asked, 0
             strangers, watch.strangers = watch.strangers, 0
-            for sample in watch.samples if asked else ():
-                missed = strangers * sample.rate / watch.rate
-                sample.miss_strangers(missed)
-                sample.reader.expect(missed if is_full else asked * sample.rate)
+            if asked:
+                self._owed.append(Owed(watch.samples, asked, strangers, watch.rate))
             for scope in watch.scopes if asked else ():
-                scope.references += asked
-                scope.last_s = now_s
+                scope.note_asked(asked, self._counted_s, now_s)
+        self._counted_s = now_s
+        self._waiting = len(self.events)
         if is_full:
+            for owed in self._owed:
+                owed.forgive()
             self.overflows += 1
             self._uncounted = len(self.events)
             self._watch_less()
+        if not self.events:
+            self._pay(0)
+
+    def _pay(self, taken: int) -> None:
+        """So many of the events that waited were taken in: their samples should have seen as large a part of all."""
+        part = min(taken / self._waiting, 1.0) if self._waiting else 1.0
+        for owed in self._owed:
+            owed.pay(part)
+        self._waiting -= min(taken, self._waiting)
+        if not self._waiting:
+            self._owed.clear()
 
     def _watch_less(self) -> None:
         """The busiest namespace is watched half as closely: more is noted than is worked in.
@@ -290,17 +234,26 @@ class Curves:
                 sample.halve()
 
     def _age(self) -> None:
+        """After a half-life: all counts half at once, and what was not used is forgotten a piece at a time."""
         now_s, half_life_s = self._clock(), self.limits.half_life_s
         if now_s - self._aged_s < half_life_s:
             return
         self._count_asked()
         self._aged_s = now_s
-        for name, scope in list(self._scopes.items()):
-            scope.sample.age(AGE_FACTOR)
-            if now_s - scope.last_s > half_life_s or scope.sample.is_sparse:
-                self._close(name)  # its place is another's, or it begins anew and watches more
+        for scope in self._scopes.values():
+            scope.age(AGE_FACTOR, now_s)
         self._simulated.age(AGE_FACTOR)
-        if self._simulated.is_sparse:
+        self._aging = [None, *self._scopes.values()]
+
+    def _forget(self) -> None:
+        scope = self._aging[-1]
+        sample = self._simulated if scope is None else scope.sample
+        if sample.forget(FORGOTTEN_A_LOOK):
+            return
+        self._aging.pop()
+        if scope is not None and (sample.is_sparse or self._aged_s - scope.last_s > self.limits.half_life_s):
+            self._close(scope.name)  # its place is another's, or it begins anew and watches more
+        elif scope is None and sample.is_sparse:
             self._simulation, self._simulated = self._new_simulation()
             self._watches.clear()
 
@@ -349,7 +302,7 @@ class Curves:
         self._watches.clear()  # also of those that were counted together for want of a place
 
     def _new_simulation(self) -> tuple[PolicySimulation, Sample]:
-        simulation = PolicySimulation(self._tiers(), self._order, self.capacity_bytes)
+        simulation = PolicySimulation(self._tiers(), self._order, self.capacity_bytes, self._ssd_bytes)
         return simulation, Sample(max(self.limits.simulated_records_max, 1), simulation, self._granularity)
 
     # Reading
@@ -363,51 +316,40 @@ class Curves:
         """Was it the only one for a while? What it looked up then is in the node's curve, and not in its own."""
         return any(len(seen) > 1 and seen[0] == name for seen in (self._tenants, self._namespaces))
 
-    def read(self, name: str = NODE) -> ScopeCurve | None:
-        """The curve of one scope; None if there is none. Takes in what waits first, a bounded number of events."""
-        self.work(READ_SLICE_S)
+    def read(self, name: str = NODE, wait_s: float = READ_SLICE_S) -> ScopeCurve | None:
+        """The curve of one scope; None if there is none. Takes in what waits first, for ``wait_s`` at most."""
+        self.work(wait_s)
         is_alone = self._tenants == [name] or self._namespaces == [name]
         scope = self._scopes.get(NODE if is_alone else name)
         if scope is None:
             return None
-        sample = scope.sample
-        tokens = size = 0
-        for record in sample.watched():
-            tokens += record.tokens
-            size += record.record_bytes
+        sample, now_s = scope.sample, self._clock()
         return ScopeCurve(
             name,
             scope.distances.curve(sample),
-            self._clock() - scope.since_s,
+            max(now_s - scope.since_s, 0.0),
             scope.references,
-            len(sample.segments),
+            sample.records.segments,
             sample.rate,
             scope.distances.bytes,
-            size / tokens if tokens else 0.0,
+            sample.token_bytes(),
+            scope.recent_s(now_s),
         )
 
-    def simulated(self) -> tuple[SimulatedPoint, ...]:
+    def simulated(self, wait_s: float = READ_SLICE_S) -> tuple[SimulatedPoint, ...]:
         """What the policy in force finds with the sizes that are simulated."""
-        self.work(READ_SLICE_S)
-        return self._simulation.points()
+        self.work(wait_s)
+        return self._simulation.points(self._simulated.rate, self._simulated.clustering())
 
     @property
     def records(self) -> int:
         """Watched records of all scopes."""
-        return sum(scope.sample.records for scope in self._scopes.values()) + self._simulated.records
+        return sum(scope.sample.records.count for scope in self._scopes.values()) + self._simulated.records.count
 
     @property
     def memory_bytes_max(self) -> int:
         """What all of it takes at most, however many segments, tenants and namespaces there are."""
-        limits = self.limits
-        if not self.is_on:
-            return 0
-        scopes = limits.node_records_max + (limits.scopes_max + 1) * limits.scope_records_max
-        simulated = (
-            limits.simulated_records_max * SIMULATED_RECORD_MEMORY_BYTES * (len(HOST_SIZES) + len(SSD_SIZES) + 1)
-        )
-        fixed = (limits.scopes_max + 2) * SCOPE_MEMORY_BYTES + WATCHES_MAX * WATCH_MEMORY_BYTES
-        return scopes * RECORD_MEMORY_BYTES + simulated + limits.events_max * EVENT_MEMORY_BYTES + fixed
+        return memory_bytes_max(self.limits) if self.is_on else 0
 
     def __iter__(self) -> Iterator[Scope]:
         return iter(self._scopes.values())

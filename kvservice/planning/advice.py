@@ -46,9 +46,13 @@ def _wear(endurance: EnduranceDocument) -> str:
 def _difference(now: SizesDocument, planned: SizesDocument, sizes: Sizes) -> str:
     """``+64.0 GiB host memory: +11.0 % hits (+-0.4), 3.1 prefill seconds saved per second; more brings under 1 %``."""
     text = f"{_change(now, planned)}: {_gain(now, planned)}"
-    more = sizes(planned["host_bytes"] * 2, planned["ssd_bytes"] * 2)
-    gain = more["hit_ratio"] - planned["hit_ratio"]
-    return text + ("; more brings under 1 %" if gain < GAIN_MIN else f"; twice as much again: {gain * 100:+.1f} % hits")
+    for doubling in range(1, DOUBLINGS_MAX + 1):
+        times = 1 << doubling
+        gain = sizes(planned["host_bytes"] * times, planned["ssd_bytes"] * times)["hit_ratio"] - planned["hit_ratio"]
+        if gain >= GAIN_MIN:
+            far = "twice as much again" if times == 2 else f"less than {times} times as much again under 1 %, that much"
+            return f"{text}; {far}: {gain * 100:+.1f} % hits"
+    return f"{text}; more brings under 1 %"
 
 
 def _change(now: SizesDocument, planned: SizesDocument) -> str:
@@ -75,20 +79,25 @@ def _gain(now: SizesDocument, then: SizesDocument) -> str:
 
 
 def _next_step(now: SizesDocument, sizes: Sizes, tier: str) -> str:
-    """The last doubling that still brings something, or that none does."""
-    best, host, ssd = now, now["host_bytes"], now["ssd_bytes"]
-    for _ in range(DOUBLINGS_MAX):
-        host, ssd = (host * 2, ssd) if tier == "host" else (host, ssd * 2)
-        then = sizes(host, ssd)
-        if _value(then, tier) - _value(best, tier) < GAIN_MIN:
-            break
-        best = then
-    name = "host memory" if tier == "host" else "SSD"
-    if best is now:
-        half = sizes(now["host_bytes"] // 2, now["ssd_bytes"]) if tier == "host" else None
+    """The last doubling that still brings something, also behind some that bring nothing; or that none does."""
+    host, ssd = now["host_bytes"], now["ssd_bytes"]
+    paying, before = list[SizesDocument](), now
+    for doubling in range(1, DOUBLINGS_MAX + 1):
+        then = sizes(host << doubling, ssd) if tier == "host" else sizes(host, ssd << doubling)
+        if _value(then, tier) - _value(paying[-1] if paying else now, tier) >= GAIN_MIN:
+            paying.append(then)
+        elif not paying:
+            before = then
+    if not paying:
+        name = "host memory" if tier == "host" else "SSD"
+        half = sizes(host // 2, ssd) if tier == "host" else None
         less = "; half of it would do" if half is not None and _value(now, tier) - _value(half, tier) < GAIN_MIN else ""
         return f"twice the {name} brings under 1 %{less}"
-    return f"{_change(now, best)}: {_gain(now, best)}; more brings under 1 %"
+    first, last = paying[0], paying[-1]
+    steps = [first, last] if before is not now and last is not first else [last]
+    flat = f"{_change(now, before)} brings under 1 %; " if before is not now else ""
+    said = "; ".join(f"{_change(now, then)}: {_gain(now, then)}" for then in steps)
+    return f"{flat}{said}; more brings under 1 %"
 
 
 def _value(sizes: SizesDocument, tier: str) -> float:

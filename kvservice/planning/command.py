@@ -4,7 +4,6 @@ import argparse
 import json
 import urllib.error
 import urllib.parse
-import urllib.request
 from typing import Any
 
 from kvservice.model.errors import InvalidInputError, UnavailableError
@@ -13,6 +12,7 @@ from kvservice.planning.flags import HELP, NAMES
 from kvservice.planning.model_config import read_model
 from kvservice.planning.report import print_plan, print_what_if
 from kvservice.planning.request import parse_request, round_of, size_of, speed_of
+from kvservice.stats.asking import open_url
 from kvservice.text import printable
 
 HTTP_TIMEOUT_S = 10.0
@@ -53,9 +53,7 @@ def _closed_forms(path: str, query: dict[str, str], *, as_json: bool) -> int:
 def ask(address: str, query: dict[str, str]) -> Any:
     """What a node at HOST:PORT answers. Raises InvalidInputError, or UnavailableError if nobody answers."""
     try:
-        with urllib.request.urlopen(
-            f"http://{address}/plan?{urllib.parse.urlencode(query)}", timeout=HTTP_TIMEOUT_S
-        ) as reply:
+        with open_url(f"http://{address}/plan?{urllib.parse.urlencode(query)}", HTTP_TIMEOUT_S) as reply:
             return json.load(reply)
     except urllib.error.HTTPError as error:
         raise InvalidInputError(_message(error)) from error

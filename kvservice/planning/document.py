@@ -1,6 +1,7 @@
 """The answer of GET /plan, one JSON object. Its schema is the types below. Sizes are bytes; None: not known.
 
-Of a measured plan ``what_if`` is None unless it was asked for; before any traffic it is all there is.
+Of a measured plan ``what_if`` is None unless it was asked for; before any traffic it is all there is, of the model that
+was asked about, or else of one that an engine has registered.
 """
 
 from typing import TypedDict
@@ -21,8 +22,12 @@ class WindowDocument(TypedDict):
 
 
 class SizesDocument(TypedDict):
-    """What one pair of sizes finds. Ratios are of all lookups of segments; ``error``: two standard errors of
-    ``hit_ratio``. ``policy``: "simulated" if the order of eviction in force was, else "lru": reuse distances."""
+    """What one pair of sizes finds. Ratios are of all lookups of segments, and never fall with the size.
+
+    ``policy``: "simulated" if the order of eviction in force was, else "lru": reuse distances. ``error``: two standard
+    errors of ``hit_ratio``; ``error_covers``: that of the "sample" of segments, or of the "sample and simulation". Not
+    that traffic changes, nor that a size is beyond all that were simulated.
+    """
 
     host_bytes: int
     ssd_bytes: int
@@ -30,6 +35,7 @@ class SizesDocument(TypedDict):
     ssd_hit_ratio: float
     hit_ratio: float
     error: float
+    error_covers: str
     policy: str
     prefill_saved_s_per_hour: float
     prefill_lost_s_per_hour: float
@@ -95,7 +101,8 @@ class PlanDocument(TypedDict):
     """All of it. ``is_measured``: is there traffic enough? If not, ``missing`` says what is missing.
 
     ``assumes``: of a tenant's or a namespace's plan, in words: as if it had the node alone; else empty. What is only
-    known of the whole node is None there: gains, endurance, the speed of the SSD.
+    known of the whole node is None there: gains, endurance, the speed of the SSD. ``what_if_of``: whose model it is, in
+    words; empty without a what-if.
     """
 
     is_measured: bool
@@ -109,4 +116,5 @@ class PlanDocument(TypedDict):
     endurance: EnduranceDocument | None
     break_even: BreakEvenDocument | None
     what_if: WhatIfDocument | None
+    what_if_of: str
     advice: list[str]

@@ -1,19 +1,20 @@
 """What a node knows that a plan needs, read from its curves, counters and spaces. Changes nothing."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
-from kvservice.accounting import MATCH_PLACES, count_at
+from kvservice.accounting import MATCH_PLACES, NAME_CHARS_MAX, count_at
 from kvservice.caches import PREFILL_TOKEN_S, Space
 from kvservice.curves.histogram import EDGES
 from kvservice.curves.scopes import NODE, OTHER, namespace_scope, tenant_scope
 from kvservice.model.errors import InvalidInputError
 from kvservice.planning.document import PlanDocument
-from kvservice.planning.planner import Measured, make_plan
+from kvservice.planning.model_config import ModelShape
+from kvservice.planning.planner import Measured, RegisteredModel, make_plan
 from kvservice.planning.request import CURVE_NAMES, PlanRequest, parse_request
 from kvservice.stats.accounting_document import node_ledger
+from kvservice.stats.answers import finite
 
 if TYPE_CHECKING:
     from kvservice.node import Node
@@ -56,15 +57,6 @@ def plan_of(node: "Node", query: Mapping[str, str]) -> PlanDocument:
     request = parse_request(query)
     plan: PlanDocument = finite(make_plan(measure(node, request), request))
     return plan
-
-
-def finite(value: Any) -> Any:
-    """The same, of lists, dicts and plain values, with None for numbers that JSON has no word for."""
-    if isinstance(value, dict):
-        return {name: finite(one) for name, one in value.items()}
-    if isinstance(value, list):
-        return [finite(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def curves_of(node: "Node", query: Mapping[str, str]) -> CurvesDocument:
@@ -124,6 +116,7 @@ def measure(node: "Node", request: PlanRequest) -> Measured:
         dense_bytes=0,
         wanted=0,
         written=0,
+        model=_model(spaces),
         scope=name,
         is_split=node.curves.is_split(name),
         is_kept=node.curves.is_on,
@@ -133,16 +126,17 @@ def measure(node: "Node", request: PlanRequest) -> Measured:
 
 def _with_the_whole_nodes(measured: Measured, node: "Node") -> Measured:
     """With what is counted of the node only."""
-    counters, totals, uptime_s = node.counters, node.catalog.totals, max(node.uptime_s, 1e-9)
-    loads, answered = counters.loads, node_ledger(node).segments
+    counters, totals, answered = node.counters, node.catalog.totals, node_ledger(node).segments
+    written, published, _, _ = node.recent.rates()
+    _, _, loaded, load_s = node.recent.sums()
     return replace(
         measured,
         points=node.curves.simulated(),
         asked=sum(answered),
         found=sum(count_at(answered, places) for places in MATCH_PLACES.values()),
-        ssd_load_bytes_per_s=loads.record_bytes / loads.seconds if loads.seconds else 0.0,
-        written_bytes_per_s=None if node.ssd is None else counters.demotions.record_bytes / uptime_s,
-        published_bytes_per_s=counters.published_bytes / uptime_s,
+        ssd_load_bytes_per_s=loaded / load_s if load_s else 0.0,
+        written_bytes_per_s=None if node.ssd is None else written,
+        published_bytes_per_s=published,
         stored_bytes=totals.master_bytes + totals.mirror_bytes,
         dense_bytes=totals.dense_bytes,
         wanted=counters.published + counters.existed,
@@ -185,3 +179,16 @@ def _means(spaces: list[Space]) -> tuple[float, float]:
     token_s = sum(space.token_s * weight for space, weight in zip(spaces, weights, strict=True))
     token_bytes = sum(space.token_bytes * weight for space, weight in zip(spaces, weights, strict=True))
     return token_s / total, token_bytes / total
+
+
+def _model(spaces: list[Space]) -> RegisteredModel | None:
+    """Of the namespace that most sessions use; of these, the one with most segments."""
+    if not spaces:
+        return None
+    space = max(spaces, key=lambda one: (not one.geometry.is_opaque, one.sessions, len(one.families)))
+    geometry, identity = space.geometry, space.identity
+    row_elements = sum(plane.row_elements for plane in geometry.planes)
+    shape = None if geometry.is_opaque else ModelShape(geometry.layers, row_elements, geometry.dtype, 0, 0)
+    speed = 1 / space.token_s if space.token_s not in (0.0, PREFILL_TOKEN_S) else 0.0
+    name = f"model {identity.model[:NAME_CHARS_MAX]} of tenant {identity.tenant[:NAME_CHARS_MAX]}"
+    return RegisteredModel(name, shape, speed)

@@ -9,10 +9,12 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvservice.curves.histogram import EDGES
 from kvservice.curves.scopes import NODE, ScopeCurve
 from kvservice.curves.simulation import SimulatedPoint
+from kvservice.model.errors import InvalidInputError
 from kvservice.planning.advice import PUBLISHED, advise
-from kvservice.planning.closed_forms import what_if
+from kvservice.planning.closed_forms import Speed, what_if
 from kvservice.planning.document import (
     BreakEvenDocument,
     EnduranceDocument,
@@ -21,7 +23,9 @@ from kvservice.planning.document import (
     StorageDocument,
     WindowDocument,
 )
-from kvservice.planning.request import PlanRequest, size_of
+from kvservice.planning.model_config import ModelShape
+from kvservice.planning.request import RATED_DWPD, PlanRequest, size_of
+from kvservice.planning.rising import RisingRatio
 
 REFERENCES_MIN = 1000
 SEGMENTS_MIN = 30
@@ -29,6 +33,17 @@ WINDOW_MIN_S = 60.0
 """Less than this is no traffic to plan by."""
 DAY_S, HOUR_S = 86400.0, 3600.0
 WORKING_SET_SHARES = (0.9, 0.99, 1.0)
+WHAT_A_MODEL_IS = "its layers, heads and head_size"
+SAMPLE, SIMULATION = "sample", "sample and simulation"
+
+
+@dataclass(frozen=True, slots=True)
+class RegisteredModel:
+    """The model of most sessions. ``shape``: None if its rows are opaque. ``tokens_per_s``: 0 if no writer said."""
+
+    name: str
+    shape: ModelShape | None
+    tokens_per_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +76,7 @@ class Measured:
     dense_bytes: int
     wanted: int
     written: int
+    model: RegisteredModel | None = None
     scope: str = NODE
     is_split: bool = False
     is_kept: bool = True
@@ -70,6 +86,10 @@ def make_plan(measured: Measured, request: PlanRequest) -> PlanDocument:
     """The answer. Raises InvalidInputError for sizes that are none."""
     host_bytes = size_of(request.host, measured.host_bytes, "host")
     ssd_bytes = size_of(request.ssd, measured.ssd_bytes, "ssd")
+    if request.rated_dwpd and not ssd_bytes:
+        raise InvalidInputError(
+            f"dwpd = {request.rated_dwpd:g}: it is of an SSD, and there is none; say how large one is, such as ssd=1TiB"
+        )
     curve, missing = measured.curve, _missing(measured)
     document: PlanDocument = {
         "is_measured": not missing,
@@ -83,23 +103,39 @@ def make_plan(measured: Measured, request: PlanRequest) -> PlanDocument:
         "endurance": None,
         "break_even": _break_even(measured),
         "what_if": what_if(request.model, request.round, request.speed, host_bytes) if request.model else None,
+        "what_if_of": "the model that was asked about" if request.model else "",
         "advice": [],
     }
     if missing or curve is None:
         document["advice"] = [missing]
+        if request.model is None:
+            _add_registered(document, measured, request, host_bytes)
         return document
     expectation = Expectation(curve, measured.points)
     now = expectation.sizes(measured.host_bytes, measured.ssd_bytes)
     planned = expectation.sizes(host_bytes, ssd_bytes)
     document["now"], document["planned"] = now, planned
     document["storage"] = _storage(measured, curve)
-    document["endurance"] = _endurance(measured, now, planned, request.rated_dwpd)
+    document["endurance"] = _endurance(measured, now, planned, request.rated_dwpd or RATED_DWPD)
     document["advice"] = advise(now, planned, expectation.sizes, document["endurance"], document["break_even"])
     if planned["ssd_bytes"] and document["endurance"] is None:
         document["advice"].append(_unknown_wear(measured))
     if document["assumes"]:
         document["advice"].append(document["assumes"])
     return document
+
+
+def _add_registered(document: PlanDocument, measured: Measured, request: PlanRequest, host_bytes: int) -> None:
+    """The closed forms of what an engine registered, as long as nothing was measured; or what they lack."""
+    model = measured.model
+    if model is None:
+        document["advice"].append(f"no engine has registered a model yet: connect one, or say {WHAT_A_MODEL_IS}")
+    elif model.shape is None:
+        document["advice"].append(f"of {model.name} only the bytes of its rows are known: say {WHAT_A_MODEL_IS}")
+    else:
+        speed = Speed(prefill_tokens_per_s=model.tokens_per_s)
+        document["what_if"] = what_if(model.shape, request.round, speed, host_bytes)
+        document["what_if_of"] = f"{model.name}, as registered"
 
 
 def _assumes(measured: Measured) -> str:
@@ -144,19 +180,22 @@ class Expectation:
     """What sizes find.
 
     Reuse distances know every size, but for the oldest-first order; simulated points know the order in force, but a few
-    sizes. What these differ by is added, interpolated between points by the logarithm of the size.
+    sizes. What these differ by is added, interpolated between points by the logarithm of the size; and what then falls
+    with the size, which no memory does, is evened out.
     """
 
     def __init__(self, curve: ScopeCurve, points: Sequence[SimulatedPoint]) -> None:
         self._curve = curve.curve
         self._points = [point for point in points if point.is_reliable and point.capacity_bytes > 0]
-        self._seconds_per_s = curve.references / max(curve.window_s, 1e-9) * curve.curve.seconds_each
+        self._seconds_per_s = curve.curve.references / max(curve.recent_s, 1e-9) * curve.curve.seconds_each
+        sizes = sorted({*EDGES, *(float(point.capacity_bytes) for point in self._points)})
+        self._hits = RisingRatio(sizes, [self._corrected_hits(size) for size in sizes])
+        self._seconds = RisingRatio(sizes, [self._corrected_seconds(size) for size in sizes])
 
     def sizes(self, host_bytes: int, ssd_bytes: int) -> SizesDocument:
         """Of a memory and an SSD tier of these sizes."""
         total_bytes = max(host_bytes, ssd_bytes)
-        host, total = self.hit_ratio(host_bytes), max(self.hit_ratio(total_bytes), self.hit_ratio(host_bytes))
-        saved = max(self.seconds_ratio(total_bytes), self.seconds_ratio(host_bytes))
+        host, total, saved = self.hit_ratio(host_bytes), self.hit_ratio(total_bytes), self.seconds_ratio(total_bytes)
         hour_s = self._seconds_per_s * HOUR_S
         return {
             "host_bytes": host_bytes,
@@ -164,7 +203,8 @@ class Expectation:
             "host_hit_ratio": round(host, 4),
             "ssd_hit_ratio": round(total - host, 4),
             "hit_ratio": round(total, 4),
-            "error": round(self._curve.error(total), 4),
+            "error": round(self.error(total_bytes), 4),
+            "error_covers": SIMULATION if self._points else SAMPLE,
             "policy": "simulated" if self._points else "lru",
             "prefill_saved_s_per_hour": saved * hour_s,
             "prefill_lost_s_per_hour": (1 - saved) * hour_s,
@@ -172,20 +212,24 @@ class Expectation:
 
     def hit_ratio(self, size_bytes: float) -> float:
         """Share of lookups that a tier of this size finds."""
-        points = [
-            (point.capacity_bytes, point.hits - self._curve.hit_ratio(point.capacity_bytes)) for point in self._points
-        ]
-        found = self._curve.hit_ratio(size_bytes) + _between(points, size_bytes)
-        return min(max(found, 0.0), self._curve.hit_ratio_max) if size_bytes > 0 else 0.0
+        return self._hits.at(size_bytes)
 
     def seconds_ratio(self, size_bytes: float) -> float:
         """Share of prefill seconds that it saves."""
-        points = [
-            (point.capacity_bytes, point.seconds - self._curve.seconds_ratio(point.capacity_bytes))
-            for point in self._points
-        ]
-        found = self._curve.seconds_ratio(size_bytes) + _between(points, size_bytes)
-        return min(max(found, 0.0), self._curve.seconds[-1]) if size_bytes > 0 else 0.0
+        return self._seconds.at(size_bytes)
+
+    def error(self, size_bytes: float) -> float:
+        """Two standard errors of the hit ratio: of the sample, and of the smaller one that the simulation has."""
+        of_points = _between([(point.capacity_bytes, point.error) for point in self._points], size_bytes)
+        return min(1.0, math.hypot(self._curve.error(self.hit_ratio(size_bytes)), of_points))
+
+    def _corrected_hits(self, size_bytes: float) -> float:
+        more = _between([(point.capacity_bytes, point.more_hits) for point in self._points], size_bytes)
+        return min(max(self._curve.hit_ratio(size_bytes) + more, 0.0), self._curve.hit_ratio_max)
+
+    def _corrected_seconds(self, size_bytes: float) -> float:
+        more = _between([(point.capacity_bytes, point.more_seconds) for point in self._points], size_bytes)
+        return min(max(self._curve.seconds_ratio(size_bytes) + more, 0.0), self._curve.seconds[-1])
 
 
 def _between(points: Sequence[tuple[int, float]], size_bytes: float) -> float:

@@ -26,7 +26,7 @@ def plan_tables(document: PlanDocument) -> RenderableType:
     if now is not None and planned is not None:
         parts += [_sizes(document, now, planned), _storage(document)]
     if document["what_if"] is not None:
-        parts.append(what_if_table(document["what_if"]))
+        parts.append(what_if_table(document["what_if"], document["what_if_of"]))
     return Group(*parts, *(_text(f"- {line}") for line in document["advice"]))
 
 
@@ -80,8 +80,8 @@ def _storage(document: PlanDocument) -> Table:
     return table
 
 
-def what_if_table(document: WhatIfDocument) -> Table:
-    """The closed forms."""
+def what_if_table(document: WhatIfDocument, of: str = "") -> Table:
+    """The closed forms; ``of``: whose model it is."""
     table = Table("what", "by closed forms", title="A round", show_header=False)
     table.add_row("bytes a token", text_of_bytes(document["bytes_per_token"]))
     table.add_row("dense", text_of_bytes(document["dense_bytes"]))
@@ -99,5 +99,5 @@ def what_if_table(document: WhatIfDocument) -> Table:
         table.add_row("loading pays above", f"{text_of_bytes(document['break_even_bytes_per_s'])} a second")
     if document["rounds_in_host"] is not None:
         table.add_row("rounds in memory", f"{document['rounds_in_host']:.1f}")
-    table.caption = _text("; ".join(document["notes"]))
+    table.caption = _text("; ".join([*([f"of {of}"] if of else []), *document["notes"]]))
     return table

@@ -26,11 +26,11 @@ DEFAULT_ROUND, UNKNOWN_SPEED = RoundShape(), Speed()
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
     """What is asked. ``host``, ``ssd``: sizes as written, empty: as it is. ``tenant``, ``namespace``: whose
-    curve, empty: the node's. ``model``: of a what-if."""
+    curve, empty: the node's. ``rated_dwpd``: 0 if it was not said. ``model``: of a what-if."""
 
     host: str = ""
     ssd: str = ""
-    rated_dwpd: float = RATED_DWPD
+    rated_dwpd: float = 0.0
     tenant: str = ""
     namespace: str = ""
     model: ModelShape | None = None
@@ -56,7 +56,7 @@ def parse_request(query: Mapping[str, str], names: Sequence[str] = NAMES) -> Pla
     return PlanRequest(
         host=query.get("host", ""),
         ssd=query.get("ssd", ""),
-        rated_dwpd=number_of(query, "dwpd", RATED_DWPD),
+        rated_dwpd=number_of(query, "dwpd", 0.0),
         tenant=query.get("tenant", ""),
         namespace=query.get("namespace", "").lower(),
         model=model,

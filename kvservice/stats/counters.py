@@ -3,11 +3,12 @@
 import enum
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
 from kvservice.model.errors import BY_CODE
+from kvservice.stats.recent import Recent
 
 AGE_EDGES_S = (1.0, 10.0, 60.0, 600.0, 3600.0, 6 * 3600.0, 24 * 3600.0, 7 * 24 * 3600.0)
 """Upper edges of the histogram of ages; what is older is counted behind the last."""
@@ -101,6 +102,45 @@ class LoadCounters:
 
 
 @dataclass(slots=True)
+class RemoteCounters:
+    """What other places were asked for, and what came.
+
+    Asked: segments that nothing here answered. Found: those that a place offered. Computed sooner: of those, what was
+    left there, since the engine computes it before it would be here. Refused: offers that were not what
+    was asked, or that leases left no room for. Begun, done, failed: records on their way. Unreachable: questions to a
+    place that did not answer in time.
+    """
+
+    asked: int = 0
+    found: int = 0
+    computed_sooner: int = 0
+    refused: int = 0
+    unreachable: int = 0
+    begun: int = 0
+    done: int = 0
+    failed: int = 0
+    record_bytes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class PushCounters:
+    """Records that were given to other places.
+
+    Existed: the place had the key already. Refused: by the place, for good. Failed: it was not reached; tried again a
+    few times. Dropped: the queue was full, or the cache went before its turn.
+    """
+
+    stored: int = 0
+    existed: int = 0
+    refused: int = 0
+    failed: int = 0
+    dropped: int = 0
+    record_bytes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
 class DemotionCounters:
     """Records written to SSD. Dropped: the cache went away, or its bytes were wrong, while it was written."""
 
@@ -133,10 +173,12 @@ class Counters:
     ssd_evictions: EvictionCounters = field(default_factory=partial(EvictionCounters.of, SSD_ROOMS))
     loads: LoadCounters = field(default_factory=LoadCounters)
     demotions: DemotionCounters = field(default_factory=DemotionCounters)
+    remote: RemoteCounters = field(default_factory=RemoteCounters)
+    pushes: PushCounters = field(default_factory=PushCounters)
     deleted: int = 0
     elections: int = 0
     rebased: int = 0
-    corrupt: dict[str, int] = field(default_factory=lambda: {"host": 0, "ssd": 0})
+    corrupt: dict[str, int] = field(default_factory=lambda: {"host": 0, "ssd": 0, "remote": 0})
     scrubbed_caches: int = 0
     scrubbed_bytes: int = 0
     scrub_passes: int = 0
@@ -144,3 +186,11 @@ class Counters:
     leases_granted: int = 0
     leases_expired: int = 0
     sessions_opened: int = 0
+
+    def recent(self, clock: Callable[[], float], half_life_s: float) -> Recent:
+        """What ``bytes_moved`` tells, of late."""
+        return Recent(self.bytes_moved, clock, half_life_s)
+
+    def bytes_moved(self) -> tuple[float, float, float, float]:
+        """Written to SSD, published, read from SSD, and the seconds that reading took: what plans want of late."""
+        return self.demotions.record_bytes, self.published_bytes, self.loads.record_bytes, self.loads.seconds

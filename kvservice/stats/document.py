@@ -18,6 +18,14 @@ from kvservice.stats.accounting_document import (
     tenants_document,
 )
 from kvservice.stats.counters import AGE_EDGES_S, EvictionCounters
+from kvservice.stats.curves_document import CurvesStateDocument, curves_document
+from kvservice.stats.sharing_document import (
+    NetworkDocument,
+    PushesDocument,
+    RemoteDocument,
+    pushes_document,
+    remote_document,
+)
 from kvservice.stats.ssd_document import (
     DemotionsDocument,
     IntegrityDocument,
@@ -164,9 +172,17 @@ class RequestLogDocument(TypedDict):
     noted: int
 
 
+class BuildDocument(TypedDict):
+    """Which build runs, in which boot; as texts, since a boot's number is too large for a double."""
+
+    version: str
+    boot_epoch: str
+
+
 class NodeDocument(TypedDict):
     """All of it."""
 
+    build: BuildDocument
     version: str
     boot_epoch: int
     uptime_s: float
@@ -181,17 +197,22 @@ class NodeDocument(TypedDict):
     evictions: dict[str, EvictionsDocument]
     loads: LoadsDocument
     demotions: DemotionsDocument
+    remote: RemoteDocument
+    pushes: PushesDocument
+    network: NetworkDocument
     folds: FoldsDocument
     handles: HandlesDocument
     integrity: IntegrityDocument
     recovery: RecoveryDocument
     request_log: RequestLogDocument
+    curves: CurvesStateDocument
 
 
 def node_document(node: "Node", version: str, uptime_s: float) -> NodeDocument:
     """How ``node`` stands."""
     ledger = node_ledger(node)
     return {
+        "build": {"version": version, "boot_epoch": str(node.boot_epoch)},
         "version": version,
         "boot_epoch": node.boot_epoch,
         "uptime_s": round(uptime_s, 3),
@@ -209,11 +230,15 @@ def node_document(node: "Node", version: str, uptime_s: float) -> NodeDocument:
         },
         "loads": loads_document(node),
         "demotions": demotions_document(node),
+        "remote": remote_document(node),
+        "pushes": pushes_document(node),
+        "network": node.describe_network(),
         "folds": _folds(node),
         "handles": _handles(node),
         "integrity": integrity_document(node),
         "recovery": recovery_document(node),
         "request_log": _request_log(node),
+        "curves": curves_document(node),
     }
 
 

@@ -196,6 +196,7 @@ _TEXTS = {
     Reason.EMPTY_NAMESPACE: "nothing at all is held for this identity; see what differs from others",
     Reason.OTHER_LENGTHS: "never seen, and no segment held for this identity has its length; see chunk_tokens",
     Reason.NEVER_STORED: "never stored, as far as the node remembers",
+    Reason.NOT_BROUGHT: "another place had it, and it did not arrive whole; the next lookup asks again",
 }
 
 

@@ -3,25 +3,17 @@
 A web page may have its own name lead to 127.0.0.1, and then read what is answered there (DNS rebinding).
 """
 
-import ipaddress
 from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from kvservice.model.errors import InvalidInputError
+from kvservice.stats.asking import is_loopback
 from kvservice.stats.http import refusal
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 MISDIRECTED = 421
-
-
-def is_loopback(host: str) -> bool:
-    """True for ``localhost`` and addresses of this machine alone."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 def host_check(bound: str) -> Middleware:

@@ -1,9 +1,8 @@
 """The HTTP side of a node: /healthz, /metrics (Prometheus), /stats and other answers in JSON. It changes nothing.
 
-Every number comes from one stats document, so that the three views cannot disagree.
+Every number comes from one stats document, so that the three views cannot disagree. Answers rest: see answers.py.
 """
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
@@ -18,15 +17,13 @@ from prometheus_client.metrics_core import (
 )
 
 from kvservice.model.errors import InvalidInputError, KVServiceError
+from kvservice.stats.answers import Resting, RestingAnswers, encoded
 from kvservice.stats.explain_request import BODY_BYTES_MAX
 from kvservice.stats.metrics import METRICS, MetricSpec
 
 StatsDocument = Mapping[str, object]
 Answer = Callable[[Mapping[str, str]], StatsDocument]
 """A JSON answer to a query; raises InvalidInputError."""
-REST = 9
-"""Scrapes take a tenth of the loop's time at most: so many times as long as one took, the next get the same text."""
-REST_S_MAX = 0.25
 
 
 class DocumentCollector:
@@ -40,25 +37,6 @@ class DocumentCollector:
         document = self._document()
         for spec in METRICS:
             yield _histogram(spec, document) if spec.is_histogram else _family(spec, spec.samples(document))
-
-
-class RestingText:
-    """The metrics as text. However often it is asked for, making it leaves the loop to others most of the time."""
-
-    def __init__(self, registry: CollectorRegistry, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._registry = registry
-        self._clock = clock
-        self._text = b""
-        self._rests_until_s = float("-inf")
-
-    def get(self) -> bytes:
-        """As of now, or of a few times as long ago as making it takes."""
-        began_s = self._clock()
-        if began_s >= self._rests_until_s:
-            self._text = generate_latest(self._registry)
-            ended_s = self._clock()
-            self._rests_until_s = ended_s + min(REST * (ended_s - began_s), REST_S_MAX)
-        return self._text
 
 
 def _histogram(spec: MetricSpec, document: StatsDocument) -> Metric:
@@ -83,7 +61,7 @@ def build_http(document: Callable[[], StatsDocument], answers: Mapping[str, Answ
     """
     registry = CollectorRegistry()
     registry.register(DocumentCollector(document))
-    text = RestingText(registry)
+    text, numbers = Resting(lambda: generate_latest(registry)), Resting(lambda: encoded(document()))
 
     async def healthz(_: web.Request) -> web.Response:
         return web.json_response({"status": "ok"})
@@ -92,24 +70,28 @@ def build_http(document: Callable[[], StatsDocument], answers: Mapping[str, Answ
         return web.Response(body=text.get(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def stats(_: web.Request) -> web.Response:
-        return web.json_response(dict(document()))
+        return _json(numbers.get())
 
     application = web.Application(client_max_size=BODY_BYTES_MAX)
     application.router.add_get("/healthz", healthz)
     application.router.add_get("/metrics", metrics)
     application.router.add_get("/stats", stats)
     for path, answer in answers.items():
-        application.router.add_get(path, partial(_answer, answer))
+        application.router.add_get(path, partial(_answer, RestingAnswers(answer)))
     return application
 
 
-async def _answer(answer: Answer, request: web.Request) -> web.Response:
+async def _answer(answers: RestingAnswers, request: web.Request) -> web.Response:
     if len(request.query) != len(set(request.query)):
         return refusal(InvalidInputError("every parameter may be given once"))
     try:
-        return web.json_response(dict(answer(request.query)))
+        return _json(answers.get(request.query))
     except InvalidInputError as error:
         return refusal(error)
+
+
+def _json(content: bytes) -> web.Response:
+    return web.Response(body=content, content_type="application/json", charset="utf-8")
 
 
 def refusal(error: KVServiceError, status: int = 400) -> web.Response:

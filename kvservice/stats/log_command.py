@@ -3,10 +3,10 @@
 import json
 import shutil
 import urllib.error
-import urllib.request
 from pathlib import Path
 
 from kvservice.model.errors import InvalidInputError, UnavailableError
+from kvservice.stats.asking import open_url
 from kvservice.stats.log_table import FORMATS
 from kvservice.text import text_of_bytes
 
@@ -21,7 +21,7 @@ def export(http: str, file: Path) -> str:
         raise InvalidInputError(f"{file}: a file of the log ends in {' or '.join('.' + one for one in FORMATS)}")
     part = file.with_name(file.name + ".part")
     try:
-        with urllib.request.urlopen(f"http://{http}/log.{kind}", timeout=TIMEOUT_S) as reply:
+        with open_url(f"http://{http}/log.{kind}", TIMEOUT_S) as reply:
             try:
                 with part.open("wb") as stream:
                     shutil.copyfileobj(reply, stream)

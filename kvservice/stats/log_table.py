@@ -5,7 +5,7 @@ One row a segment that a lookup asked for, in the order in which they were answe
     time           timestamp[us, UTC]     when its prompt was answered
     call           uint64                 the lookup, rising; one lookup has all prompts of a round
     prompt         uint32                 the prompt, rising
-    namespace      dictionary<string>     digest in hexadecimal; empty: not registered, or one too many
+    namespace      dictionary<string>     digest in hexadecimal; empty: not registered, or more than 4,096 in the rows
     tenant, model  dictionary<string>     of its identity, 128 characters at most
     segment        fixed_size_binary[16]  the start of the segment's id
     context        fixed_size_binary[16]  the start of the first context that would answer it as it is; zero: none

@@ -13,7 +13,7 @@ What `GET /metrics` tells, made of `kvservice/stats/metrics.py` by `python -m kv
 deploy/metrics.md`; a test compares the two. All are there from zero. Names are stable: one may be added, none is
 renamed or gets another meaning. The same numbers stand in `GET /stats`; its schema is `deploy/schemas/stats.json`.
 A scrape may get the text of the one before if that is younger than nine times what making it took, a quarter second at
-most.
+most; `/stats`, `/plan`, `/curves` and `/families` answer the same question likewise.
 
 ## What was asked and what became of it
 
@@ -26,7 +26,7 @@ Every segment that a lookup asks for is counted once in each unit, and a test ho
 |---|---|
 | `host` | found in the context asked for, and all of it is in memory |
 | `ssd` | found in the context asked for, and some of it has to be read from SSD |
-| `remote` | found in the context asked for, in another node's memory; always 0 while there is one node |
+| `remote` | found in the context asked for, on another node or in cold storage |
 | `moved` | found in another context, at whatever position and in whatever tier (`kvservice_moved_tokens_total`) |
 | `miss` | nothing that would have answered is held (`kvservice_missed_tokens_total`) |
 | `error` | held and not to be had, or a wrong question (`kvservice_error_tokens_total`) |
@@ -40,14 +40,16 @@ too: `kvservice_cache_ratio` loses nothing.
 
 ## Tenants and namespaces
 
-The 16 busiest tenants and 32 busiest namespaces have names; all others are counted together as `other`, and so is a
-tenant of that name, or one with more than 128 characters. Who is busiest is decided every minute. What loses its name
-goes to `other` with all that it has counted, so that sums over all never fall, and begins at zero when it gets its name
-back.
+The first 16 tenants and 32 namespaces that are asked for have names; after a start with an SSD tier the largest that it
+brought do. All others are counted together as `other`, and so is a tenant of that name, or one with more than 128
+characters. A name stays until the node ends, and nothing that was counted as `other` moves to a name later: every
+series rises by what it saw itself, so that `rate()` over each, and over their sum, is right. What has no name of its
+own still counts in its tenant's.
 
 ## All of them
 """
 GROUPS = {
+    "build": "Build",
     "uptime_s": "Node",
     "host": "Memory",
     "caches": "Caches",
@@ -62,9 +64,13 @@ GROUPS = {
     "ssd": "SSD",
     "loads": "Loads from SSD",
     "demotions": "Writes to SSD",
+    "remote": "From other places",
+    "pushes": "To other places",
+    "network": "Other nodes",
     "integrity": "Integrity",
     "recovery": "The last start",
     "request_log": "Request log",
+    "curves": "Curves",
 }
 """Headings, by the part of the stats document that metrics come from."""
 

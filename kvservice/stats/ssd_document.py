@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, TypedDict
 
+from kvservice.lookup import FROM_SSD
 from kvservice.storage.admission import NotAdmitted
 from kvservice.storage.recovery_plan import Drop
 
@@ -103,7 +104,7 @@ def loads_document(node: "Node") -> LoadsDocument:
         "failed": loads.failed,
         "record_bytes": loads.record_bytes,
         "seconds": round(loads.seconds, 6),
-        "running": 0 if node.ssd is None else len(node.ssd.promotion.loads),
+        "running": sum(load.source == FROM_SSD for load in node.catalog.arriving.values()),
     }
 
 

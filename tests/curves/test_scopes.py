@@ -2,23 +2,16 @@
 
 import gc
 import tracemalloc
+from itertools import count
 from typing import Any
 
 import pytest
 
 from kvservice.caches import Space
+from kvservice.curves import scopes
+from kvservice.curves.bounds import WATCHES_MAX, CurveLimits, curve_limits
 from kvservice.curves.events import Stored
-from kvservice.curves.scopes import (
-    NODE,
-    OTHER,
-    READ_SLICE_S,
-    WATCHES_MAX,
-    CurveLimits,
-    Curves,
-    curve_limits,
-    namespace_scope,
-    tenant_scope,
-)
+from kvservice.curves.scopes import FORGOTTEN_A_LOOK, NODE, OTHER, READ_SLICE_S, Curves, namespace_scope, tenant_scope
 from kvservice.orders import LOAD_RATES
 from kvservice.storage.eviction import ValueOrder
 from tests.curves.builders import MIB, events_of, is_reference, make_cache, make_missing, make_sizes, make_space, zipf
@@ -135,6 +128,60 @@ def test_what_is_old_counts_half_after_a_half_life() -> None:
     assert found.curve.references == pytest.approx(4500, rel=0.01)
 
 
+@pytest.fixture
+def a_piece(monkeypatch: pytest.MonkeyPatch) -> float:
+    """A slice so short that one piece of work is done in it: the clock of the work goes on at every look at it."""
+    ticks = count()
+    monkeypatch.setattr(scopes, "perf_counter", lambda: float(next(ticks)))
+    return 1.5
+
+
+def test_the_turn_of_a_half_life_is_taken_in_pieces_between_which_lookups_go_on(a_piece: float) -> None:
+    clock, space = Clock(), make_space()
+    curves = make_curves(clock, half_life_s=100.0)
+    tell(curves, space, [Stored(make_cache(space, number)) for number in range(2000)])
+    tell(curves, space, [make_cache(space, 0)])
+    for _ in range(2):
+        clock.now_s += 101
+        tell(curves, space, [make_cache(space, 0)], work=False)
+        held, turns = curves.records, 0
+        while curves.work(a_piece):
+            assert held - curves.records <= 2 * FORGOTTEN_A_LOOK, "one piece, however many were not used"
+            held, turns = curves.records, turns + 1
+            if turns == 1:  # in the midst of it
+                assert curves.read(wait_s=0.0) is not None
+        assert turns > 2000 // FORGOTTEN_A_LOOK
+    assert curves.records == 2, "what was used stays, in the node's curve and in the simulation"
+
+
+def test_a_window_begins_with_the_first_lookup_and_not_with_what_was_stored_before() -> None:
+    clock, space = Clock(), make_space()
+    curves = make_curves(clock)
+    tell(curves, space, [Stored(make_cache(space, 1))])
+    clock.now_s += 5000
+    curves.work()
+    clock.now_s += 1
+    tell(curves, space, [make_cache(space, 1)])
+    clock.now_s += 99
+    found = curves.read()
+    assert found is not None
+    assert found.window_s == pytest.approx(100)
+    assert found.recent_s == pytest.approx(100)
+
+
+def test_seconds_of_late_count_half_after_a_half_life_as_their_lookups_do() -> None:
+    clock, space = Clock(), make_space()
+    curves = make_curves(clock, half_life_s=100.0)
+    for _ in range(5):
+        for _ in range(100):
+            clock.now_s += 1
+            tell(curves, space, [make_cache(space, 1)] * 3)
+    found = curves.read()
+    assert found is not None
+    assert found.curve.references / found.recent_s == pytest.approx(3.0, rel=0.03)
+    assert found.recent_s < 201
+
+
 def test_more_events_than_fit_lower_the_rate_and_leave_the_ratio_right() -> None:
     curves, space = make_curves(events_max=1024), make_space()
     sizes = make_sizes(2000)
@@ -149,6 +196,22 @@ def test_more_events_than_fit_lower_the_rate_and_leave_the_ratio_right() -> None
     assert found.rate < 1
     assert found.references == 40_000
     assert found.curve.hit_ratio_max == pytest.approx(1.0, abs=0.01)
+
+
+def test_a_curve_that_is_read_while_events_wait_does_not_take_them_for_hits(a_piece: float) -> None:
+    curves, space = make_curves(), make_space()
+    curves.watch(space)
+    tell(curves, space, trace(space, 3000, 3000), work=False)
+    ratios = []
+    while curves.work(a_piece):
+        found = curves.read(wait_s=0.0)
+        assert found is not None
+        ratios.append(found.curve.hit_ratio(1 << 40))
+    assert len(ratios) > 100
+    whole = curves.read()
+    assert whole is not None
+    assert ratios[len(ratios) // 2] < whole.curve.hit_ratio_max + 0.02
+    assert max(ratios[20:]) < whole.curve.hit_ratio_max + 0.05
 
 
 def test_a_slice_ends_and_the_rest_waits() -> None:

@@ -9,9 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvservice.caches import Cache
+from kvservice.curves.bounds import CurveLimits
 from kvservice.curves.events import Event, Missing, Stored
+from kvservice.curves.records import Records, hash_of
 from kvservice.curves.sample import Sample
-from kvservice.curves.simulation import GROUPS_MIN, PolicySimulation
+from kvservice.curves.simulation import GROUPS_MIN, Miniature, PolicySimulation
 from kvservice.orders import worth_of
 from kvservice.storage.eviction import AgeOrder, EvictionOrder, LruOrder, ValueOrder
 from tests.curves.builders import (
@@ -23,6 +25,7 @@ from tests.curves.builders import (
     make_cache,
     make_sizes,
     make_space,
+    play,
     zipf,
 )
 
@@ -34,7 +37,7 @@ Orders = Callable[[], EvictionOrder[Any]]
 def simulate(
     events: list[Event], capacities: list[int], records_max: int, order: Orders
 ) -> tuple[Sample, PolicySimulation]:
-    simulation = PolicySimulation([(size, RATE) for size in capacities], order)
+    simulation = PolicySimulation([(size, RATE) for size in capacities], order, capacities[-1])
     sample = Sample(records_max, simulation)
     for event in events:
         if is_reference(event):
@@ -75,14 +78,19 @@ def test_with_everything_watched_it_is_the_whole_cache(order: Orders) -> None:
 
 
 @pytest.mark.parametrize("order", [ValueOrder, AgeOrder])
-def test_a_sample_predicts_the_whole_cache_within_three_points(order: Orders) -> None:
+def test_a_small_sample_corrects_a_larger_ones_curve_to_the_whole_cache_within_three_points(order: Orders) -> None:
     trace, sizes = zipf(30_000, 90_000, 0.9, seed=2), make_sizes(30_000)
-    capacities = [1 << 31, 1 << 32, 1 << 33]
-    sample, simulation = simulate(events_of(make_space(), trace, sizes), capacities, 2048, order)
-    assert sample.rate < 0.2
-    for point in simulation.points():
+    events, limits = events_of(make_space(), trace, sizes), CurveLimits()
+    sample, simulation = simulate(events, [1 << 31, 1 << 32, 1 << 33], limits.simulated_records_max, order)
+    larger, distances = play(events, limits.node_records_max)
+    curve = distances.curve(larger)
+    assert sample.rate < 0.1
+    for point in simulation.points(sample.rate, sample.clustering()):
         assert point.is_reliable
-        assert point.hits == pytest.approx(whole_cache(trace, sizes, point.capacity_bytes, order()), abs=0.03)
+        exact = whole_cache(trace, sizes, point.capacity_bytes, order())
+        found = curve.hit_ratio(point.capacity_bytes)
+        assert found + point.more_hits == pytest.approx(exact, abs=0.03)
+        assert abs(found + point.more_hits - exact) < curve.error(found) + point.error < 0.1
 
 
 def test_the_age_order_finds_what_reuse_distances_say() -> None:
@@ -110,6 +118,20 @@ def test_groups_go_whole_and_a_mirror_without_its_master_is_not_found() -> None:
     between = Stored(make_cache(space, 2, 3 * MIB))
     _, simulation = simulate([Stored(mirror), between, mirror], [6 * MIB], 100, LruOrder)
     assert simulation.miniatures[0].hits == 0
+
+
+def test_a_group_that_comes_back_from_a_larger_tier_has_the_uses_that_it_had_there() -> None:
+    space = make_space()
+    used, others = make_cache(space, 1), [Stored(make_cache(space, number)) for number in range(2, 9)]
+    events: list[Event] = [Stored(used), used, used, *others, used]
+    for ssd_bytes, uses in ((0, 0), (20 * MIB, 3)):
+        simulation = PolicySimulation([(2 * MIB, RATE), (20 * MIB, RATE)], LruOrder, 20 * MIB, ssd_bytes)
+        sample = Sample(100, simulation)
+        for event in events:
+            sample.take(event)
+        records, (small, large) = sample.records, simulation.miniatures
+        record = records.newest(records.find_segment(hash_of(used.family.segment)))
+        assert (small.uses_of(record), large.uses_of(record)) == (uses, 3)
 
 
 def test_what_was_found_at_first_sight_is_found_by_all_that_is_as_large_as_what_there_is() -> None:
@@ -140,9 +162,18 @@ def test_a_miniature_counts_its_bytes_whatever_comes(steps: list[tuple[str, int,
         else:
             sample.take(cache)
         for one in simulation.miniatures:
-            groups = list(one.groups.values())
-            assert one.used_bytes == sum(group.bytes for group in groups) <= one.capacity_bytes
-            assert all(group.bytes == sum(group.members.values()) for group in groups)
-            assert set(one._order) == set(groups)
-            watched = set(sample.watched())
-            assert all(record in watched for group in groups for record in group.members)
+            check(one, sample.records)
+
+
+def check(one: Miniature, records: Records) -> None:
+    held = [record for record, is_held in enumerate(one.is_held) if is_held]
+    heads = [record for record, size in enumerate(one.bytes) if size]
+    assert set(held) <= set(records)
+    assert set(one._order) == set(heads)
+    assert one.groups == len(heads)
+    assert {records.head(record) for record in held} == set(heads)
+    for head in heads:
+        members = [record for record in held if records.head(record) == head]
+        assert one.bytes[head] == sum(records.bytes[record] for record in members)
+        assert one.tokens[head] == sum(records.tokens[record] for record in members)
+    assert one.used_bytes == sum(one.bytes) <= one.capacity_bytes

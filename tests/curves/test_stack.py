@@ -1,6 +1,6 @@
 """The stack by bytes against a plain list."""
 
-from dataclasses import dataclass
+from array import array
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,11 +9,12 @@ from kvservice.curves.stack import ByteStack
 from tests.curves.builders import NaiveStack
 
 
-@dataclass(eq=False)
-class Key:
-    name: int
-    record_bytes: int
-    place: int = -1
+class Columns:
+    """Of records that lie on no stack, with these sizes."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        self.place = array("i", [-1]) * len(sizes)
+        self.bytes = array("Q", sizes)
 
 
 STEP = st.tuples(st.sampled_from(["push", "push", "push", "remove", "resize"]), st.integers(0, 90), st.integers(1, 99))
@@ -22,33 +23,33 @@ STEP = st.tuples(st.sampled_from(["push", "push", "push", "remove", "resize"]), 
 @settings(deadline=None)
 @given(st.lists(STEP, max_size=400))
 def test_it_tells_what_a_plain_list_tells(steps: list[tuple[str, int, int]]) -> None:
-    stack, naive = ByteStack[Key](), NaiveStack()
-    keys = {name: Key(name, name + 1) for name in range(91)}
+    columns, naive = Columns([name + 1 for name in range(91)]), NaiveStack()
+    stack = ByteStack(columns)
     for step, name, size in steps:
-        key = keys[name]
         if step == "push":
-            stack.push(key)
-            naive.use(name, key.record_bytes)
-        elif key.place < 0:
+            stack.push(name)
+            naive.use(name, columns.bytes[name])
+        elif columns.place[name] < 0:
             continue
         elif step == "remove":
-            stack.remove(key)
+            stack.remove(name)
             naive.keys.remove(name)
         else:
-            stack.resize(key, size)
+            stack.resize(name, size)
             naive.sizes[name] = size
-    assert [key.name for key in stack] == naive.keys[::-1]
+    assert list(stack) == naive.keys[::-1]
     assert stack.bytes == sum(naive.sizes[name] for name in naive.keys)
-    for key in stack:
-        assert stack.above(key) + key.record_bytes == naive.distance(key.name)
+    for name in stack:
+        assert stack.above(name) + columns.bytes[name] == naive.distance(name)
 
 
 def test_renumbering_many_keys_changes_no_distance() -> None:
-    stack, keys = ByteStack[Key](), [Key(name, name % 7 + 1) for name in range(1000)]
+    columns = Columns([name % 7 + 1 for name in range(1000)])
+    stack = ByteStack(columns)
     for _ in range(5):
-        for key in keys:
-            stack.push(key)
+        for name in range(1000):
+            stack.push(name)
     above = 0
-    for key in reversed(keys):
-        assert stack.above(key) == above
-        above += key.record_bytes
+    for name in reversed(range(1000)):
+        assert stack.above(name) == above
+        above += columns.bytes[name]

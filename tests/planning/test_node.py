@@ -1,16 +1,23 @@
 """Plans of a node: what its lookups and stores teach it, and whether a node of the planned size does as it said."""
 
 import math
+import time
+from itertools import cycle
+from typing import Any
 
 import pytest
 
 from kvservice.curves.scopes import namespace_scope
 from kvservice.model.errors import InvalidInputError
+from kvservice.model.geometry import opaque_geometry
 from kvservice.model.identity import Identity
+from kvservice.model.rope import opaque_rope
 from kvservice.planning.document import PlanDocument
-from kvservice.planning.measuring import curves_of, finite, measure, plan_of
+from kvservice.planning.measuring import curves_of, measure, plan_of
 from kvservice.planning.planner import _storage
 from kvservice.planning.request import PlanRequest
+from kvservice.request_log import RequestLog
+from kvservice.stats.answers import finite
 from kvservice.wire.v1 import cache_pb2 as wire
 from tests.curves.builders import zipf
 from tests.server.builders import Client, World, make_identity, make_meta, make_planes, make_relative
@@ -92,6 +99,84 @@ async def test_a_lookup_notes_hits_misses_stores_folds_and_deletes() -> None:
     assert found.curve.hit_ratio_max == pytest.approx(6 / 18)
 
 
+async def test_ids_that_are_no_digests_are_missed_and_no_curve_ends_by_them() -> None:
+    world = World()
+    client = world.client()
+    await client.store(METAS[0], PLANES)
+    for segment in (b"", b"x", METAS[0].key.segment):
+        asked = wire.SegmentQuery(segment=segment, accepted_contexts=[b"", b"y", b"z" * 40], tokens=16)
+        await client.lookup(wire.PromptQuery(namespace=IDENTITY.namespace(), segments=[asked]))
+    found = world.node.curves.read()
+    assert found is not None
+    assert found.references == 3
+    assert found.curve.hit_ratio_max == 0.0
+
+
+async def test_before_traffic_a_plan_is_the_closed_form_of_what_engines_registered() -> None:
+    world = World()
+    assert "no engine has registered a model yet" in plan_of(world.node, {})["advice"][1]
+    client = world.client(Identity("a", "opaque", "r1", opaque_geometry(4096), (opaque_rope(),)))
+    assert "only the bytes of its rows" in plan_of(world.node, {})["advice"][1]
+    world.client(IDENTITY)
+    plan = plan_of(world.node, {})
+    assert plan["what_if_of"] == "model tiny of tenant test, as registered"
+    assert plan["what_if"] is not None
+    assert plan["what_if"]["bytes_per_token"] == IDENTITY.geometry.token_bytes
+    assert plan["what_if"]["break_even_bytes_per_s"] is None
+    assert any("say prefill_tokens_per_s" in note for note in plan["what_if"]["notes"])
+    client.close()
+
+
+class WallClock:
+    """The time of day, set back and forth by hours while a node runs."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._now_s, self._jumps = 1.8e9, cycle((7200.0, -10_800.0, 86_400.0, -90_000.0))
+        monkeypatch.setattr(time, "time", self.read)
+        monkeypatch.setattr(time, "time_ns", lambda: int(self.read() * 1e9))
+
+    def read(self) -> float:
+        self._now_s += next(self._jumps)
+        return self._now_s
+
+
+async def test_a_time_of_day_that_jumps_changes_no_document(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace, told = zipf(SEGMENTS, 1500, 0.7, seed=4), list[Any]()
+    for jumps in (False, True):
+        with monkeypatch.context() as patch:
+            if jumps:
+                WallClock(patch)
+            world = World(arena_bytes=ARENA_BYTES)
+            world.node.request_log = RequestLog(10)
+            await serve(world, trace)
+            world.node.expire()
+            world.node.recent.note()
+            world.node.curves.work()
+            node = world.node
+            told.append((plan_of(node, {"host": "2x"}), curves_of(node, {}), node.stats_document()))
+    assert told[0] == told[1]
+    assert told[1][0]["is_measured"]
+
+
+@pytest.mark.parametrize("jump_s", [-20_000.0, 20_000.0])
+async def test_even_a_monotonic_clock_that_jumps_leaves_plans_sane(jump_s: float) -> None:
+    """A machine that slept, or a hypervisor that is wrong."""
+    world = World(arena_bytes=ARENA_BYTES)
+    world.clock.now_s = 50_000.0
+    trace = zipf(SEGMENTS, 1500, 0.7, seed=4)
+    await serve(world, trace)
+    world.clock.now_s += jump_s
+    await serve(world, trace)
+    plan, stats = plan_of(world.node, {"host": "2x"}), world.node.stats_document()
+    assert all(sum(one["age_s"]["buckets"].values()) >= 0 for one in stats["evictions"].values())
+    for sizes in (plan["now"], plan["planned"]):
+        if sizes is not None:
+            assert 0 <= sizes["hit_ratio"] <= 1
+            assert sizes["prefill_saved_s_per_hour"] >= 0
+    assert plan["window"] is not None
+    assert plan["window"]["seconds"] >= 0
+
+
 async def test_lookups_of_a_namespace_that_is_not_registered_are_noted_by_nobody() -> None:
     world = World()
     client = world.client()
@@ -142,6 +227,7 @@ async def test_the_plan_of_a_tenant_leaves_out_what_is_the_whole_nodes() -> None
     for identity in (one, two):
         await world.client(identity).store(make_meta(identity), make_planes())
         await look_up(world, identity)
+    world.clock.now_s += 1.0
     node, tenant = (measure(world.node, PlanRequest(tenant=name)) for name in ("", "one"))
     assert node.published_bytes_per_s > 0
     assert node.written_bytes_per_s is None, "there is no SSD"

@@ -1,15 +1,21 @@
 """Plans from measured curves: what they say, what they do not dare to say, and whether it comes true."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from kvservice.curves.histogram import EDGES
 from kvservice.curves.sample import Sample
 from kvservice.curves.scopes import ScopeCurve
 from kvservice.curves.simulation import PolicySimulation, SimulatedPoint
+from kvservice.model.errors import InvalidInputError
 from kvservice.orders import LOAD_RATES
-from kvservice.planning.planner import Expectation, Measured, make_plan
+from kvservice.planning.model_config import ModelShape
+from kvservice.planning.planner import Expectation, Measured, RegisteredModel, make_plan
 from kvservice.planning.request import PlanRequest, parse_request
 from kvservice.storage.eviction import ValueOrder
 from tests.curves.builders import events_of, is_reference, make_sizes, make_space, play, zipf
@@ -27,10 +33,11 @@ def make_curve(records_max: int = 1 << 20, window_s: float = 600.0) -> ScopeCurv
         distances.curve(sample),
         window_s,
         REFERENCES,
-        len(sample.segments),
+        sample.records.segments,
         sample.rate,
         distances.bytes,
         4096.0,
+        window_s,
     )
 
 
@@ -187,13 +194,102 @@ def test_a_what_if_needs_no_traffic() -> None:
 
 
 def test_simulated_points_correct_the_curve_and_unreliable_ones_do_not() -> None:
-    points = [SimulatedPoint(GIB, 0.9, 0.9, True), SimulatedPoint(2 * GIB, 0.1, 0.1, False)]
-    expectation = Expectation(CURVE, points)
-    assert expectation.hit_ratio(GIB) == pytest.approx(min(0.9, CURVE.curve.hit_ratio_max))
+    points = [SimulatedPoint(GIB, 0.9, 0.9, True, 0.02, 0.01), SimulatedPoint(2 * GIB, 0.1, 0.1, False, -0.3, -0.3)]
+    expectation, lru = Expectation(CURVE, points), CURVE.curve
+    assert expectation.hit_ratio(GIB) == pytest.approx(lru.hit_ratio(GIB) + 0.02)
+    assert expectation.seconds_ratio(GIB) == pytest.approx(lru.seconds_ratio(GIB) + 0.01)
     assert expectation.sizes(GIB, 0)["policy"] == "simulated"
     plain = Expectation(CURVE, points[1:])
-    assert plain.hit_ratio(2 * GIB) == pytest.approx(CURVE.curve.hit_ratio(2 * GIB))
+    assert plain.hit_ratio(2 * GIB) == pytest.approx(lru.hit_ratio(2 * GIB))
     assert plain.sizes(GIB, 0)["policy"] == "lru"
+
+
+STEPS = st.lists(st.tuples(st.floats(-0.3, 0.3), st.integers(20, 40)), max_size=7)
+
+
+@given(STEPS)
+def test_a_larger_memory_is_never_said_to_find_less(steps: list[tuple[float, int]]) -> None:
+    points = [SimulatedPoint(1 << power, 0, 0, True, more, more) for more, power in steps]
+    expectation = Expectation(CURVE, points)
+    sizes = [2 ** (power / 3) for power in range(36, 140)]
+    for ratio in (expectation.hit_ratio, expectation.seconds_ratio):
+        found = [ratio(size) for size in sizes]
+        assert found == sorted(found)
+        assert 0 <= found[0] <= found[-1] <= CURVE.curve.hit_ratio_max + 1e-9
+
+
+def test_the_stated_error_covers_the_simulation_and_says_so() -> None:
+    plain = Expectation(CURVE, []).sizes(GIB, 0)
+    assert (plain["error_covers"], plain["error"]) == ("sample", round(CURVE.curve.error(plain["hit_ratio"]), 4))
+    point = SimulatedPoint(GIB, 0.5, 0.5, True, 0.0, 0.0, error=0.04)
+    both = Expectation(CURVE, [point]).sizes(GIB, 0)
+    assert both["error_covers"] == "sample and simulation"
+    assert both["error"] == pytest.approx(math.hypot(plain["error"], 0.04), abs=1e-4)
+
+
+def stepped(*steps: tuple[int, float]) -> ScopeCurve:
+    """A curve that rises at some sizes alone: (bytes, hit ratio from there on)."""
+    hits = tuple(max((ratio for size, ratio in steps if edge >= size), default=0.0) for edge in EDGES)
+    return replace(CURVE, curve=replace(CURVE.curve, hits=hits, seconds=hits))
+
+
+def test_advice_looks_behind_a_step_that_brings_nothing() -> None:
+    curve = stepped((GIB // 2, 0.2), (7 * GIB, 0.8))
+    advice = make_plan(make_measured(curve=curve), PlanRequest())["advice"][0]
+    assert advice.startswith("+3.0 GiB host memory brings under 1 %; +7.0 GiB host memory: +60.0 % hits")
+    assert advice.endswith("more brings under 1 %")
+    advice = make_plan(make_measured(curve=curve), PlanRequest(host="2x"))["advice"][0]
+    assert advice.endswith("; less than 4 times as much again under 1 %, that much: +60.0 % hits")
+
+
+def test_advice_names_the_first_step_that_pays_and_the_last() -> None:
+    curve = stepped((GIB // 2, 0.2), (7 * GIB, 0.5), (30 * GIB, 0.8))
+    advice = make_plan(make_measured(curve=curve), PlanRequest())["advice"][0]
+    assert "; +7.0 GiB host memory: +30.0 % hits" in advice
+    assert "; +31.0 GiB host memory: +60.0 % hits" in advice
+
+
+def test_a_rate_of_writes_needs_an_ssd() -> None:
+    with pytest.raises(InvalidInputError, match=r"dwpd = 3: .*ssd=1TiB"):
+        make_plan(make_measured(), parse_request({"dwpd": "3"}))
+    assert make_plan(make_measured(), parse_request({"dwpd": "3", "ssd": "1TiB"}))["endurance"] is not None
+
+
+def test_seconds_saved_are_those_of_late() -> None:
+    """A month at a hundredth of the load, then six hours at all of it: what counts in the curve came in so many."""
+    late = replace(CURVE, window_s=30 * 86400.0, recent_s=600.0, references=10**7)
+    saved = Expectation(late, []).sizes(GIB, 0)["prefill_saved_s_per_hour"]
+    assert saved == Expectation(CURVE, []).sizes(GIB, 0)["prefill_saved_s_per_hour"]
+
+
+REGISTERED = RegisteredModel("model tiny of tenant test", ModelShape(28, 1024, "bfloat16", 0, 0), 5000.0)
+
+
+def test_before_traffic_the_closed_form_is_that_of_the_registered_model() -> None:
+    plan = make_plan(make_measured(curve=None, model=REGISTERED), PlanRequest())
+    found = plan["what_if"]
+    assert found is not None
+    assert found["bytes_per_token"] == 57344
+    assert found["rounds_in_host"] == pytest.approx(GIB / found["stored_bytes"])
+    assert found["break_even_bytes_per_s"] == pytest.approx(57344 * 5000)
+    assert plan["what_if_of"] == "model tiny of tenant test, as registered"
+    assert make_plan(make_measured(model=REGISTERED), PlanRequest())["what_if"] is None, "measured"
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (None, "no engine has registered a model yet"),
+        (replace(REGISTERED, shape=None), "only the bytes of its rows are known"),
+    ],
+)
+def test_before_traffic_it_is_said_what_a_closed_form_lacks(model: RegisteredModel | None, message: str) -> None:
+    plan = make_plan(make_measured(curve=None, model=model), PlanRequest())
+    assert plan["what_if"] is None
+    assert message in plan["advice"][1]
+    assert "layers, heads and head_size" in plan["advice"][1]
+    speechless = make_plan(make_measured(curve=None, model=replace(REGISTERED, tokens_per_s=0.0)), PlanRequest())
+    assert any("prefill_tokens_per_s" in note for note in (speechless["what_if"] or {"notes": []})["notes"])
 
 
 @pytest.mark.parametrize("times", [0.7, 1.5, 3.0])

@@ -19,14 +19,15 @@ from kvservice.model.cache import Tier
 from kvservice.model.errors import LeaseExpiredError
 from kvservice.model.identity import Identity
 from kvservice.model.plan import Match, MissReason, Outcome
+from kvservice.stats.metrics import METRICS
 from kvservice.wire.v1 import cache_pb2 as wire
-from tests.server.builders import Client, FakeClock, World, make_identity, make_meta, make_planes, query
+from tests.server.builders import Client, World, make_identity, make_meta, make_planes, query
 from tests.server.ssd_world import SsdWorld, arrived, leave_host, written
 
 IDENTITIES = [replace(make_identity(tenant=f"t{tenant}"), salt=salt) for tenant in range(3) for salt in ("", "a")]
 NAMES = range(3)
 STRANGER = make_identity(tenant="stranger")
-FEW = AccountLimits(namespaces_max=2, tenants_max=2, candidates_max=3)
+FEW = AccountLimits(namespaces_max=2, tenants_max=2)
 MISS = Finding(None, Match.NONE, MissReason.UNKNOWN_SEGMENT, 0)
 
 
@@ -54,7 +55,7 @@ class Story:
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self.world = World(limits=NodeLimits(lookup_slice=4))
-        self.world.node.accounts = Accounts(self.world.clock, FEW)
+        self.world.node.accounts = Accounts(FEW)
         self.client = self.world.client(*IDENTITIES)
         self.segments: Counter[str] = Counter()
         self.tokens: Counter[str] = Counter()
@@ -98,9 +99,6 @@ class Story:
         for _ in range(steps):
             self.asked = {"segments": self.segments.total(), "tokens": self.tokens.total()}
             await self.rng.choice([self.store, self.look_up, self.look_up, self.break_off])()
-            if self.rng.random() < 0.2:
-                self.world.clock.now_s += FEW.window_s + 1
-                self.world.node.accounts.turn()
             self.check()
 
     def check(self) -> None:
@@ -164,38 +162,66 @@ def asked(accounts: Accounts) -> int:
     return sum(sum(ledger.tokens) for ledger in accounts)
 
 
-def test_the_busiest_have_names_and_sums_never_fall() -> None:
-    clock = FakeClock()
-    accounts = Accounts(clock, FEW)
-    quiet = [make_space("a"), make_space("b")]
-    busy = [make_space("c"), make_space("c", "x")]
-    ask(accounts, quiet)
-    ask(accounts, busy, 5)
-    assert names_of(accounts) == {(one.identity.tenant, one.namespace.hex()) for one in quiet}
-    assert asked(accounts) == 120
-    clock.now_s += FEW.window_s + 1
-    accounts.turn()
-    assert asked(accounts) == 120, "what lost its name is counted on"
-    ask(accounts, busy)
-    assert {tenant for tenant, _ in names_of(accounts)} == {"c"}
-    assert asked(accounts) == 140
-    assert sum(accounts.of(busy[0]).tokens) == 10, "a name begins at zero"
+def test_the_first_keep_their_names_however_busy_others_are() -> None:
+    accounts = Accounts(FEW)
+    first, busy = [make_space("a"), make_space("b")], [make_space("c"), make_space("a", "x")]
+    ask(accounts, first)
+    for _ in range(5):
+        ask(accounts, busy, 5)
+        assert names_of(accounts) == {(one.identity.tenant, one.namespace.hex()) for one in first}
+    assert accounts.tenants == ("a", "b")
+    assert asked(accounts) == 2 * 10 + 50 * 10
+    assert sum(accounts.rest.tokens) == 25 * 10, "what has no tenant with a name"
+    assert sum(accounts.of(busy[1]).tokens) == 25 * 10, "a named tenant's namespace without a name"
 
 
-def test_names_do_not_change_hands_for_nothing() -> None:
-    clock = FakeClock()
-    accounts = Accounts(clock, FEW)
-    first = [make_space("a"), make_space("a", "x")]
-    ask(accounts, first, 3)
-    ask(accounts, [make_space("b", str(number)) for number in range(5)])
-    clock.now_s += FEW.window_s + 1
-    accounts.turn()
-    assert names_of(accounts) == {("a", one.namespace.hex()) for one in first}
+Series = dict[tuple[str, tuple[str, ...]], float]
+
+
+def series_of(document: Any) -> Series:
+    """Every sample of every counter by metric and labels."""
+    return {
+        (spec.name, labels): value for spec in METRICS if spec.is_counter for labels, value in spec.samples(document)
+    }
+
+
+@given(seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=15, deadline=None)
+def test_no_series_falls_or_rises_by_what_it_did_not_see(seed: int) -> None:
+    """Tenants and namespaces come and go, more than have names: every series rises by its own lookups alone."""
+    rng, world = random.Random(seed), World()
+    world.node.accounts = Accounts(FEW)
+    identities = [replace(make_identity(tenant=f"t{rng.randrange(4)}"), salt=str(number)) for number in range(8)]
+
+    async def go() -> None:
+        before = series_of(world.node.stats_document())
+        for identity in rng.choices(identities, k=40):
+            client = world.client(identity)
+            tokens = make_meta(identity).tokens
+            await client.find(make_meta(identity))
+            client.close()  # the namespace, and perhaps the tenant, is gone
+            after = series_of(world.node.stats_document())
+            assert before.keys() <= after.keys(), "a name that was told once is told on"
+            for (name, labels), value in after.items():
+                change, was = value - before.get((name, labels), 0.0), f"{name} {labels}"
+                assert change >= 0, was
+                if name.endswith("_answered_tokens_total") and len(labels) == 2:
+                    told = identity.tenant if "tenant" in name else identity.namespace().hex()
+                    is_told = any(known == name and of[0] == told for known, of in after)
+                    meant = labels == (told if is_told else OTHER, "miss")
+                    assert change == (tokens if meant else 0), was
+            for whose in ("tenant", "namespace"):
+                name = f"kvservice_{whose}_answered_tokens_total"
+                whole = sum(value for (one, _), value in after.items() if one == name)
+                assert whole == after["kvservice_lookup_tokens_total", ()]
+            before = after
+
+    asyncio.run(go())
 
 
 @pytest.mark.parametrize("tenant", [OTHER, "x" * 129])
 def test_a_tenant_called_other_or_with_a_long_name_is_counted_with_the_others(tenant: str) -> None:
-    accounts = Accounts(FakeClock(), FEW)
+    accounts = Accounts(FEW)
     ask(accounts, [make_space(tenant)])
     assert accounts.tenants == ()
     assert next(iter(accounts.named.values())).tenant == OTHER
@@ -203,7 +229,7 @@ def test_a_tenant_called_other_or_with_a_long_name_is_counted_with_the_others(te
 
 
 def test_after_a_start_the_largest_namespaces_have_names() -> None:
-    accounts = Accounts(FakeClock(), FEW)
+    accounts = Accounts(FEW)
     spaces = [make_space("a", str(number)) for number in range(4)]
     for size, space in enumerate(spaces):
         space.totals.ssd_bytes = size

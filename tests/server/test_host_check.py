@@ -5,7 +5,7 @@ from aiohttp import ClientSession
 from aiohttp.test_utils import TestServer
 
 from kvservice.app import build_application
-from kvservice.stats.host_check import is_loopback
+from kvservice.stats.asking import is_loopback
 from tests.server.builders import World
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvservice import request_log
 from kvservice.__main__ import main
 from kvservice.accounting import ANSWERS, place_of
 from kvservice.app import Service
@@ -18,6 +19,7 @@ from kvservice.model.plan import Match, MissReason
 from kvservice.request_log import FIELDS, ROW, SLICE_ROWS, RequestLog
 from kvservice.stats.log_table import COLUMNS
 from kvservice.wire.v1 import cache_pb2 as wire
+from tests.curves.builders import make_space
 from tests.server.builders import World, make_identity, make_meta, make_planes, query
 from tests.server.http_world import http_of
 
@@ -94,6 +96,34 @@ async def test_every_segment_that_was_asked_for_is_a_row() -> None:
     document: Any = world.node.stats_document()
     assert document["request_log"] == {"capacity": 100, "noted": 6}
     assert document["accounting"]["asked_segments"] == 6
+
+
+async def test_names_are_those_of_the_rows_that_are_held_however_many_there_were(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(request_log, "NAMESPACES_MAX", 3)
+    monkeypatch.setattr(request_log, "PROMPT_SEGMENTS_MAX", 1)
+    log, spaces = RequestLog(4), [make_space(str(number)) for number in range(20)]
+    asked = wire.SegmentQuery(position=0, tokens=1)
+    for number in [0, 0, 0, 1, 1, 1, *range(20)]:
+        log.begin(spaces[number], number)
+        log.note(asked, bytes(32), MISS, place_of(MISS))
+        snapshot = await log.snapshot()
+        told = [snapshot.namespaces[one].tenant for one in rows_of(snapshot.rows)["namespace"]]
+        meant = [str(call) for call in rows_of(snapshot.rows)["call"].tolist()]
+        assert all(one in ("", want) for one, want in zip(told, meant, strict=True)), "never another's name"
+        assert len(snapshot.namespaces) <= 4
+    assert told.count("") < 4, "later ones get the names of those whose rows are gone"
+
+
+async def test_a_clock_that_goes_back_keeps_the_order_of_rows() -> None:
+    times = iter([7_200_000_000_000, 1_000, 3_600_000_000_000])
+    log = RequestLog(10, clock_ns=lambda: next(times))
+    for number in range(3):
+        note(log, number)
+    rows = rows_of((await log.snapshot()).rows)
+    assert rows["call"].tolist() == [0, 1, 2]
+    assert rows["time_us"].tolist() == [7_200_000_000, 1, 3_600_000_000]
 
 
 async def test_without_the_setting_there_is_no_log() -> None:

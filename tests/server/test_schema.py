@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvservice.accounting import OTHER, AccountLimits, Accounts
-from kvservice.stats.http import REST_S_MAX, DocumentCollector, RestingText
+from kvservice.stats.answers import Resting
+from kvservice.stats.http import DocumentCollector
 from kvservice.stats.metrics import METRICS
 from kvservice.stats.reference import GROUPS, reference
 from kvservice.stats.schema import DOCUMENTS, schema_of, schema_text
@@ -100,7 +101,7 @@ def test_a_wrong_document_is_told() -> None:
 
 async def test_labels_are_bounded_and_a_scrape_is_quick_with_a_thousand_namespaces() -> None:
     world = World()
-    world.node.accounts = Accounts(world.clock, AccountLimits())
+    world.node.accounts = Accounts(AccountLimits())
     identities = [replace(make_identity(tenant=f"t{number % 50}"), salt=str(number)) for number in range(1000)]
     for first in range(0, 1000, 50):
         client = world.client(*identities[first : first + 50])
@@ -108,7 +109,7 @@ async def test_labels_are_bounded_and_a_scrape_is_quick_with_a_thousand_namespac
             await client.find(make_meta(identity))
     registry = CollectorRegistry()
     registry.register(DocumentCollector(world.node.stats_document))
-    text = RestingText(registry, world.clock)
+    text = Resting(lambda: generate_latest(registry), world.clock)
     seconds = []
     for _ in range(5):
         world.clock.now_s += 1.0
@@ -123,26 +124,6 @@ async def test_labels_are_bounded_and_a_scrape_is_quick_with_a_thousand_namespac
     assert len({one.labels["tenant"] for one in tenants}) == 17
     assert sum(one.value for one in tenants) == 16000
     assert min(seconds) < 0.1, "0.02 on a quiet machine"
-
-
-def test_a_storm_of_scrapes_gets_the_same_text_for_a_while() -> None:
-    now, made = [0.0], [0]
-
-    class Slow:
-        def collect(self) -> Iterator[Any]:
-            made[0] += 1
-            now[0] += 0.01
-            yield from ()
-
-    registry = CollectorRegistry()
-    registry.register(Slow())
-    made[0], text = 0, RestingText(registry, lambda: now[0])
-    for _ in range(100):
-        text.get()
-    assert made[0] == 1
-    now[0] += REST_S_MAX
-    text.get()
-    assert made[0] == 2
 
 
 async def test_texts_of_clients_cannot_break_the_metrics() -> None:

@@ -1,17 +1,19 @@
 """The page in Chromium: what it shows, by keyboard, on a phone and in the dark, and that it obeys no name."""
 
 import json
+import sys
 import urllib.request
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 
-from tests.page.browser.conftest import Opener, shoot, until
+from tests.page.browser.conftest import SHOTS, Opener, shoot, until
 from tests.page.builders import HOSTILE, PageWorld
 
 CONTRAST_MIN = 4.5
 SHIFT_MAX = 0.01
+PAINTS = 5
 # Every visible text with its colour and the first ground below it that is not clear.
 TEXTS = """() => {
   const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT), found = [];
@@ -55,6 +57,24 @@ def luminance(color: str) -> float:
 def contrast(one: str, other: str) -> float:
     light, dark = sorted((luminance(one), luminance(other)), reverse=True)
     return (light + 0.05) / (dark + 0.05)
+
+
+def test_the_first_paint_is_told(world: PageWorld, open_page: Opener, record_property: Any) -> None:
+    """Its time is a figure, not a promise of this test: it is printed, and kept in the report."""
+    times = []
+    for _ in range(PAINTS):
+        page = open_page(world)
+        (found,) = page.evaluate(
+            "performance.getEntriesByType('paint').filter((one) => one.name === 'first-contentful-paint')"
+            ".map((one) => one.startTime)"
+        )
+        times.append(found)
+        assert found > 0
+    told = f"first contentful paint: {min(times):.0f} to {max(times):.0f} ms in {PAINTS} loads"
+    record_property("first_paint_ms", times)
+    sys.stderr.write(f"\n{told}\n")
+    SHOTS.mkdir(parents=True, exist_ok=True)
+    (SHOTS / "first_paint.txt").write_text(f"{told}\n")
 
 
 def test_it_loads_from_the_node_alone_and_shows_its_numbers(world: PageWorld, open_page: Opener, browser: Any) -> None:
