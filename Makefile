@@ -4,6 +4,7 @@ VENV ?= .venv
 VLLM_VENV ?= $(HOME)/.cache/kvservice/vllm-0.32.0
 MODEL_CACHE ?= $(HOME)/.cache/kvservice/models
 PAGE_PACKAGES ?= $(HOME)/.cache/kvservice/playwright-1.65.2
+REMOTE_PACKAGES ?= $(HOME)/.cache/kvservice/remote-1
 CHROMIUM ?= chromium
 PROMTOOL ?= promtool
 KILLS ?= 40
@@ -11,7 +12,7 @@ SEED ?=
 RUN := PYTHONSAFEPATH=1 $(VENV)/bin/
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo serve test crash simulation vllm-env test-vllm page-env test-page check-alerts check proto bench bench-vllm bench-vllm-rounds bench-quality lock clean
+.PHONY: setup demo serve test crash simulation vllm-env test-vllm page-env test-page remote-env test-remote check-alerts check proto bench bench-vllm bench-vllm-rounds bench-vllm-gaps bench-quality lock clean
 
 setup: $(STAMP)
 
@@ -47,6 +48,15 @@ page-env: setup
 test-page: setup page-env
 	PYTHONPATH=$(PAGE_PACKAGES) $(RUN)pytest tests/page/browser --chromium=$(CHROMIUM)
 
+# What engines of cold storage need, in a folder of its own, outside the checkout.
+remote-env: setup
+	test -e $(REMOTE_PACKAGES)/obstore || $(VENV)/bin/pip install --quiet --target $(REMOTE_PACKAGES) \
+		obstore redis 'moto[server]' mooncake-transfer-engine-non-cuda dnspython
+
+# Against real servers on loopback: Redis, etcd, an S3 server, Mooncake. apt-get install redis-server etcd-server
+test-remote: remote-env
+	PATH=$(REMOTE_PACKAGES)/bin:$$PATH PYTHONPATH=$(REMOTE_PACKAGES) $(RUN)pytest tests/remote tests/peers tests/sharing --require-servers
+
 # Prometheus's own check of alerts and their tests: apt-get install prometheus brings promtool.
 check-alerts:
 	cd deploy/prometheus && $(PROMTOOL) check config prometheus.yml && $(PROMTOOL) test rules alerts_test.yml
@@ -68,7 +78,7 @@ check: setup
 
 proto: setup
 	$(RUN)python -m grpc_tools.protoc -I proto --python_out=. --pyi_out=. --grpc_python_out=. proto/kvservice/wire/v1/*.proto
-	rm -f kvservice/wire/v1/record_pb2_grpc.py kvservice/wire/v1/ssd_pb2_grpc.py
+	rm -f kvservice/wire/v1/peer_pb2_grpc.py kvservice/wire/v1/record_pb2_grpc.py kvservice/wire/v1/ssd_pb2_grpc.py
 
 bench: setup
 	for question in restore transport catalog ssd ssd_restore recovery eviction collective curves; do $(RUN)python bench/$$question.py || exit 1; done
@@ -82,6 +92,11 @@ bench-vllm: setup vllm-env
 bench-vllm-rounds: setup vllm-env
 	model=$$($(RUN)python -c "import sys, pathlib, kvservice.client.demo.model as m; print(m.smollm2(pathlib.Path(sys.argv[1])))" $(MODEL_CACHE)) \
 		&& PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR) $(VLLM_VENV)/bin/python -m bench.vllm_rounds --model $$model
+
+# How long a request that decodes waits while a round's pass runs, and while prompts are prefilled; a minute each.
+bench-vllm-gaps: setup vllm-env
+	model=$$($(RUN)python -c "import sys, pathlib, kvservice.client.demo.model as m; print(m.smollm2(pathlib.Path(sys.argv[1])))" $(MODEL_CACHE)) \
+		&& PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR) $(VLLM_VENV)/bin/python -m bench.vllm_gaps --model $$model
 
 # What reuse costs in quality and saves in bytes: half an hour to an hour of one core, a page at the end.
 bench-quality: setup

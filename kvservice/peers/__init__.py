@@ -1,0 +1,1 @@
+"""Other nodes: who they are, who owns what, and bytes between them."""

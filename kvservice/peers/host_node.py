@@ -1,0 +1,339 @@
+"""The node behind the streams: what connections ask for, posted to the loop that owns it.
+
+Connections' threads wait here, the loop never does. Heads and payload are read by those threads, in place, under a hold
+of their own: a lease may run out in the middle of a record.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
+
+from kvservice.access.buckets import Buckets
+from kvservice.access.principal import Principal
+from kvservice.accounting import place_of
+from kvservice.caches import Cache, Space
+from kvservice.curves.events import Missing
+from kvservice.leases import Grant
+from kvservice.loads import Feed, Load
+from kvservice.lookup import CORRUPT, MARKS_BYTES_MAX, NO_ROOM, Finding, find
+from kvservice.model.errors import (
+    CapacityError,
+    CorruptError,
+    ForbiddenError,
+    InvalidInputError,
+    KVServiceError,
+    LeaseExpiredError,
+    LimitError,
+)
+from kvservice.model.identity import Namespace, identity_from_json
+from kvservice.model.limits import IDENTITIES_PER_SESSION_MAX
+from kvservice.model.segment import MARK_BYTES, CacheKey
+from kvservice.node import Node
+from kvservice.peers.host import Answer, Fetch, Found, FoundHead, Held, Query, Room
+from kvservice.peers.host_held import NodeHeld
+from kvservice.peers.host_loop import LOOP_S_MAX, NodeLoop
+from kvservice.peers.member import Facts
+from kvservice.sessions import Session
+from kvservice.storage.buffer import Bytes
+from kvservice.storage.record_header import HEADER_BYTES_MAX, PREFIX, PREFIX_BYTES
+from kvservice.store import WriteRequest
+
+FIND_WAIT_S_MAX = 5.0
+T = TypeVar("T")
+
+
+class NodeHost:
+    """See Host. ``loop``: the node's. ``facts``: what the node says of itself, asked for every greeting and ping.
+
+    ``buckets``: how often callers may call, and how much they may send.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        loop: asyncio.AbstractEventLoop,
+        facts: Callable[[], Facts],
+        buckets: Buckets | None = None,
+    ) -> None:
+        self.node = node
+        self.buckets = buckets or Buckets(time.monotonic)
+        self.loop = NodeLoop(loop)
+        self._facts = facts
+
+    @property
+    def facts(self) -> Facts:
+        """See Host."""
+        return self._facts()
+
+    @property
+    def record_bytes_max(self) -> int:
+        """See Host."""
+        return self.node.tier.capacity_bytes
+
+    def open(self, principal: Principal, name: str) -> "NodeSession":
+        """See Host."""
+        session = self.loop.call(
+            lambda: self.node.open_session(f"peer {name}", [], may_write=True, principal=principal)
+        )
+        return NodeSession(self, session, principal)
+
+
+class NodeSession:
+    """See HostSession: a session of the node, and whose it is."""
+
+    def __init__(self, host: NodeHost, session: Session, principal: Principal) -> None:
+        self._host = host
+        self._loop = host.loop
+        self._node = host.node
+        self._session = session
+        self._principal = principal
+        self._foreign: set[Namespace] = set()
+
+    def register(self, identities: Sequence[str]) -> None:
+        """See HostSession. What the caller may not see is remembered by name only: it is found to hold nothing."""
+        parsed = [(identity_from_json(text), text) for text in identities]
+        own = [text for identity, text in parsed if self._principal.may(identity.tenant)]
+        self._foreign |= {one.namespace() for one, _ in parsed if not self._principal.may(one.tenant)}
+        if len(self._foreign) > IDENTITIES_PER_SESSION_MAX:
+            raise LimitError(f"more than {IDENTITIES_PER_SESSION_MAX} identities in one session; open another")
+        if own:
+            self._loop.call(lambda: self._node.sessions.register(self._session, own))
+
+    # Finding
+
+    def find(self, queries: Sequence[Query], ttl_s: float, wait_s: float) -> Found:
+        """See HostSession."""
+        for query in queries:
+            if len(query.marks) > MARKS_BYTES_MAX or len(query.marks) % MARK_BYTES:
+                raise InvalidInputError(f"marks have {MARK_BYTES} bytes each, {MARKS_BYTES_MAX} at most")
+        wait_s = min(max(wait_s, 0.0), FIND_WAIT_S_MAX)
+        lease_id, granted_s, places = self._loop.wait_for(self._find(queries, ttl_s, wait_s), LOOP_S_MAX + wait_s)
+        return Found(lease_id, granted_s, tuple(place.answer() for place in places))
+
+    async def _find(self, queries: Sequence[Query], ttl_s: float, wait_s: float) -> "tuple[int, float, list[_Place]]":
+        node, session = self._node, self._session
+        self._host.buckets.admit(self._principal)
+        spaces = [self._space(query.namespace) for query in queries]
+        if node.sharing is not None:
+            pairs = zip(queries, spaces, strict=True)
+            await node.sharing.bring_for_peer((one, asked.segment, asked, asked.marks) for asked, one in pairs if one)
+        grant = node.grant(session, ttl_s)
+        node.counters.lookups.asked += len(queries)
+        findings: list[Finding] = []
+        try:
+            for query, space in zip(queries, spaces, strict=True):
+                if space is None:
+                    findings.append(find(None, query, query.marks, is_pinned=False, candidates_max=0))
+                else:
+                    findings.append(node.answer(space, query.segment, query, query.marks, grant))
+            loads = [load for finding in findings for load in _loads(node, finding)]
+            if loads:
+                await _until_begun(loads, wait_s)
+                findings = [_readable(node, finding) for finding in findings]
+            places = [_place(node, finding) for finding in findings]
+        except BaseException:
+            for query, space in zip(queries, spaces, strict=True):
+                node.accounts.of(space).count_broken_off(query.tokens)
+            if grant.id in node.leases.live:
+                node.leases.end(grant)
+            raise
+        self._note(queries, spaces, findings, grant)
+        is_leased = bool(grant.caches)
+        if not is_leased and grant.id in node.leases.live:
+            node.leases.end(grant)
+        return (grant.id, grant.ttl_s, places) if is_leased else (0, 0.0, places)
+
+    def _space(self, namespace: Namespace) -> Space | None:
+        return None if namespace in self._foreign else self._session.space(namespace)
+
+    def _note(
+        self, queries: Sequence[Query], spaces: Sequence[Space | None], findings: Sequence[Finding], grant: Grant
+    ) -> None:
+        """Account for the answers, as for those of any other lookup."""
+        node = self._node
+        for query, space, finding in zip(queries, spaces, findings, strict=True):
+            ledger, place = node.accounts.of(space), place_of(finding)
+            ledger.segments[place] += 1
+            ledger.tokens[place] += query.tokens
+            if space is not None:
+                self._note_for_curves(query, space, finding)
+            if node.request_log is not None:
+                node.request_log.begin(space, grant.id)
+                node.request_log.note(query, query.segment, finding, place)
+        node.counters.lookups.calls += 1
+        node.counters.leases_granted += bool(grant.caches)
+
+    def _note_for_curves(self, query: Query, space: Space, finding: Finding) -> None:
+        watch, events = self._node.curves.note_asked(space, 1), self._node.curves.events
+        if query.segment < watch.below:
+            if finding.cache is not None:
+                events.append(finding.cache)
+            elif query.segment in watch.known:
+                events.append(Missing.of(space, query.segment, query, finding))
+            else:
+                watch.strangers += 1
+
+    def renew(self, lease_ids: Sequence[int], ttl_s: float) -> int:
+        """See HostSession."""
+        return sum(self._loop.call(lambda: self._node.renew(self._session, lease_ids, ttl_s)))
+
+    def release(self, lease_ids: Sequence[int]) -> int:
+        """See HostSession."""
+        return self._loop.call(lambda: self._node.release(self._session, lease_ids))
+
+    # Reading
+
+    def hold(self, wanted: Fetch) -> Held:
+        """See HostSession."""
+        return self._loop.call(lambda: self._hold(wanted))
+
+    def _hold(self, wanted: Fetch) -> "NodeHeld":
+        node, cache = self._node, self._named(wanted)
+        if cache is None:
+            raise LeaseExpiredError(
+                f"cache {wanted.key} of generation {wanted.generation:016x} is not held here (any more); find it again"
+            )
+        if node.catalog.is_condemned(cache):
+            raise CorruptError(f"cache {wanted.key}: its bytes here are wrong; it is found again when others let it go")
+        node.catalog.hold(cache)
+        load = node.catalog.arriving.get(cache)
+        if load is None and not cache.is_on_host:
+            assert node.ssd is not None, f"{cache} is in no tier"
+            load = node.ssd.begin_load(cache)
+            if load is None:
+                node.catalog.unhold(cache)
+                raise CapacityError(f"cache {wanted.key} is on SSD, and leases leave no room to read it into memory")
+        return NodeHeld(self._node, self._loop, cache, load)
+
+    def _named(self, wanted: Fetch) -> Cache | None:
+        """A published cache, or one that the caller leased before it was superseded or deleted."""
+        space = self._session.spaces.get(wanted.namespace)
+        grant = self._node.leases.find(self._session, wanted.lease_id) if wanted.lease_id else None
+        leased = () if grant is None else (one for cache in grant.caches for one in (cache, cache.head))
+        published = None if space is None else space.find(wanted.key.segment, wanted.key.context)
+        candidates = (*leased, *(() if published is None else (published,)))
+        return next((one for one in candidates if _is(one, wanted)), None)
+
+    # Writing
+
+    def reserve(self, request: WriteRequest) -> Room | None:
+        """See HostSession."""
+        if request.namespace in self._foreign:
+            raise ForbiddenError(f"{self._principal.name} may not write in namespace {request.namespace.hex()[:12]}")
+        if self._host.facts.is_draining:
+            raise CapacityError("this node is draining: it takes no new caches and will leave; ask another one")
+        return self._loop.call(lambda: self._reserve(request))
+
+    def _reserve(self, request: WriteRequest) -> Room | None:
+        self._host.buckets.admit(self._principal)
+        self._host.buckets.charge(self._principal, request.record_bytes)
+        self._node.expire()
+        reservation = self._node.reserve(self._session, request)
+        if reservation is None:
+            return None
+        return Room(reservation.id, self._node.tier.view(reservation.extent).data)
+
+    def commit(self, room: Room, header_checksum: int) -> int:
+        """See HostSession."""
+        work = self._node.commit(self._session, [(room.id, header_checksum)])
+        (outcome,) = self._loop.wait_for(work, LOOP_S_MAX)
+        if isinstance(outcome, KVServiceError):
+            raise outcome
+        return outcome.generation
+
+    def abort(self, room: Room) -> None:
+        """See HostSession."""
+        self._loop.post(lambda: self._node.abort(self._session, [room.id]))
+
+    def delete(self, namespace: Namespace, keys: Sequence[CacheKey] | None) -> int:
+        """See HostSession."""
+        if namespace in self._foreign:
+            return 0
+        return self._loop.wait_for(self._delete(namespace, keys), LOOP_S_MAX)
+
+    async def _delete(self, namespace: Namespace, keys: Sequence[CacheKey] | None) -> int:
+        self._host.buckets.admit(self._principal)
+        self._session.space(namespace)  # keys are digests of their namespace too: they name nothing in another one
+        if keys is None:
+            return await self._node.delete(self._session, [], namespace)
+        return await self._node.delete(self._session, keys)
+
+    def close(self) -> None:
+        """See HostSession."""
+        self._loop.post(lambda: self._node.close_session(self._session.id))
+
+
+def _is(cache: Cache, wanted: Fetch) -> bool:
+    return (
+        cache.generation == wanted.generation
+        and cache.context == wanted.key.context
+        and cache.family.segment == wanted.key.segment
+        and cache.family.space.namespace == wanted.namespace
+    )
+
+
+def _loads(node: Node, finding: Finding) -> list[Load]:
+    """What brings a found record, and its master, into memory."""
+    cache, arriving = finding.cache, node.catalog.arriving
+    if cache is None or not arriving:
+        return []
+    return [arriving[one] for one in dict.fromkeys((cache.head, cache)) if one in arriving]
+
+
+async def _until_begun(loads: Sequence[Load], wait_s: float) -> None:
+    """Until a first layer of each is there, and with it the head; or until the time is up."""
+    feed, step = Feed(), 0
+    feed.add(loads)
+    loop = asyncio.get_running_loop()
+    end_s = loop.time() + wait_s
+    try:
+        while loop.time() < end_s and any(not load.layers and not load.is_done for load in loads):
+            await feed.wait(step, end_s - loop.time())
+            step = feed.step
+    finally:
+        feed.close()
+
+
+def _readable(node: Node, finding: Finding) -> Finding:
+    """The finding, if its head has come."""
+    if finding.cache is None:
+        return finding
+    if node.catalog.is_condemned(finding.cache) or any(load.error is not None for load in _loads(node, finding)):
+        return CORRUPT
+    return NO_ROOM if any(not load.layers for load in _loads(node, finding)) else finding
+
+
+class _Head(NamedTuple):
+    """Where a record lies that was found."""
+
+    view: Bytes
+    prefill_s: float
+
+    def read(self) -> FoundHead:
+        """A copy of prefix and header; whoever gets it verifies it."""
+        header_bytes = min(PREFIX.unpack(self.view[:PREFIX_BYTES].tobytes())[3], HEADER_BYTES_MAX)
+        return FoundHead(self.view[: PREFIX_BYTES + header_bytes].tobytes(), self.prefill_s)
+
+
+class _Place(NamedTuple):
+    """A finding and where its records lie, as the loop knew it."""
+
+    finding: Finding
+    record: _Head | None = None
+    master: _Head | None = None
+
+    def answer(self) -> Answer:
+        """Its answer, by a connection's thread: the lease holds what it reads; if that ran out, it reads rubbish."""
+        finding, record, master = self
+        heads = (None if record is None else record.read(), None if master is None else master.read())
+        return Answer(finding.match, finding.miss_reason, finding.affinity, *heads)
+
+
+def _place(node: Node, finding: Finding) -> _Place:
+    cache, arena = finding.cache, node.tier.arena
+    if cache is None:
+        return _Place(finding)
+    record = _Head(arena.slice(cache.extent), cache.prefill_s)
+    master = cache.master
+    return _Place(finding, record, None if master is None else _Head(arena.slice(master.extent), master.prefill_s))

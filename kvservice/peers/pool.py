@@ -1,0 +1,405 @@
+"""Calls to one peer, spread over a few connections ("lanes"), each with a thread that sends and receives.
+
+    WAITING --a lane takes it--> RUNNING --answered--> DONE
+    WAITING <--the connection broke, and it may go on on another one-- RUNNING
+    any     --given up--> DONE                  at once if it waits; else its lane is shut and ends it, so that nothing
+                                                writes to the caller's memory once it is done
+
+A lane that has sent one call takes more while their bytes stay under a limit and nobody else is idle: answers come in
+the order of the calls. Deadlines are not looked at here: who waits for a call gives it up.
+"""
+
+import enum
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+from kvservice.model.errors import KVServiceError, LimitError, UnavailableError, error_from_code
+from kvservice.peers.frames import REQUEST_MAX, FrameError, Header, Kind
+from kvservice.peers.streams_channel import Channel
+from kvservice.peers.streams_limits import LinkLimits
+from kvservice.wire.v1 import peer_pb2 as wire
+
+log = logging.getLogger(__name__)
+
+
+class CallState(enum.Enum):
+    """See the module."""
+
+    WAITING = 0
+    RUNNING = 1
+    DONE = 2
+
+
+class SilentError(UnavailableError):
+    """The peer said nothing for a whole deadline."""
+
+
+class StoppedError(Exception):
+    """What the caller's own code raised while bytes were told to it."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class Call:
+    """One request. ``on_done`` is called once, from any thread. ``expected_bytes``: of its answer, or of its record.
+
+    ``is_record``: it moves a record. ``is_alone``: nothing may be sent behind it before it is done.
+    """
+
+    is_record = False
+    is_alone = False
+
+    def __init__(self, expected_bytes: int = 0) -> None:
+        self.expected_bytes = expected_bytes
+        self.error: BaseException | None = None
+        self.resumes = 0
+        self.is_probe = False
+        self.on_done: Callable[[], None] = lambda: None
+        self.lane: Lane | None = None
+        self._state = CallState.WAITING
+        self._lock = threading.Lock()
+
+    # By a lane's thread
+
+    def send(self, channel: Channel, request: int, session: "ClientSession") -> None:
+        """Send the request, whole."""
+        raise NotImplementedError
+
+    def receive(self, channel: Channel, header: Header, moved: Callable[[], None]) -> KVServiceError | None:
+        """Take the answer that begins with this frame; the error that the peer answered with in the middle of it."""
+        raise NotImplementedError
+
+    def may_go_on(self) -> bool:
+        """May it be sent again on another connection?"""
+        return True
+
+    # By anybody
+
+    @property
+    def is_done(self) -> bool:
+        """Is it over?"""
+        return self._state is CallState.DONE
+
+    @property
+    def is_running(self) -> bool:
+        """Is it sent, or about to be?"""
+        return self._state is CallState.RUNNING
+
+    def begin(self, lane: "Lane") -> bool:
+        """False if it was given up."""
+        with self._lock:
+            if self._state is not CallState.WAITING:
+                return False
+            self._state, self.lane = CallState.RUNNING, lane
+            return True
+
+    def wait_again(self) -> bool:
+        """Back to waiting; False if it is given up, and was ended."""
+        with self._lock:
+            if self.error is None:
+                self._state, self.lane = CallState.WAITING, None
+                return True
+        self.finish(self.error)
+        return False
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """It is over. Only the first end counts."""
+        with self._lock:
+            if self._state is CallState.DONE:
+                return
+            self._state, self.error = CallState.DONE, error
+        self.on_done()
+
+    def give_up(self, error: BaseException) -> None:
+        """End it with this error, now or as soon as its lane has let go of the caller's memory."""
+        with self._lock:
+            if self._state is CallState.DONE:
+                return
+            self.error = self.error or error
+            lane = self.lane if self._state is CallState.RUNNING else None
+        if lane is None:
+            self.finish(self.error)
+        else:
+            lane.shut()
+
+
+@dataclass(slots=True, eq=False)
+class ClientSession:
+    """What the peer knows of us: its name for the session, the namespaces registered there, and what it lets us ask for
+    on one connection before it has answered."""
+
+    id: bytes = b""
+    registered: set[bytes] = field(default_factory=set)
+    fetches_max: int = 1
+    fetch_bytes_max: int = 0
+
+
+class Dialler(Protocol):
+    """Opens connections. Any lane's thread may call."""
+
+    def dial(self) -> tuple[Channel, ClientSession]:
+        """A greeted channel. Raises KVServiceError."""
+
+    def note_broken(self, error: BaseException) -> None:
+        """A connection broke, or could not be opened."""
+
+    def note_answered(self) -> None:
+        """The peer answered."""
+
+
+class Pool:
+    """The lanes to one peer. ``moved_s``: when a byte last came from it, or was taken by it, by ``clock``."""
+
+    def __init__(self, name: str, dialler: Dialler, limits: LinkLimits, clock: Callable[[], float]) -> None:
+        assert limits.connections >= 2, "one connection for questions, one or more for records"
+        self.name = name
+        self.limits = limits
+        self.clock = clock
+        self.dialler = dialler
+        self.moved_s = float("-inf")
+        self.outstanding_bytes = 0
+        self._lanes: dict[bool, list[Lane]] = {False: [], True: []}
+        self._idle = {False: 0, True: 0}
+        self._queues: dict[bool, deque[Call]] = {False: deque(), True: deque()}
+        self._changed = threading.Condition()
+        self._is_closed = False
+
+    def submit(self, call: Call) -> None:
+        """Have it sent. Raises LimitError if too many wait, UnavailableError once closed."""
+        with self._changed:
+            if self._is_closed:
+                raise UnavailableError(f"the link to {self.name} is closed")
+            queue = self._queues[call.is_record]
+            if len(queue) >= self.limits.waiting_max:
+                raise LimitError(f"{len(queue)} calls wait for {self.name}, that is the limit")
+            queue.append(call)
+            self._staff(call.is_record, len(queue))
+            self._changed.notify_all()
+
+    def put_back(self, calls: "list[Call]") -> None:
+        """Calls of a connection that broke: they go first."""
+        with self._changed:
+            again = [call for call in calls if call.wait_again()]
+            if self._is_closed:
+                for call in again:
+                    call.finish(UnavailableError(f"the link to {self.name} is closed"))
+                return
+            for call in reversed(again):
+                self._queues[call.is_record].appendleft(call)
+            self._changed.notify_all()
+
+    def _staff(self, is_record: bool, waiting: int) -> None:
+        lanes = self._lanes[is_record]
+        most = self.limits.connections - 1 if is_record else 1
+        if waiting > self._idle[is_record] and len(lanes) < most:
+            lane = Lane(self, is_record, len(lanes))
+            lanes.append(lane)
+            lane.start()
+
+    def take(self, is_record: bool, *, is_behind: bool, room: int) -> Call | None:
+        """The next call. ``is_behind``: others are on the lane already; then only one that fits behind them, without
+        waiting. None for a lane that has waited too long, which is struck off.
+        """
+        with self._changed:
+            queue = self._queues[is_record]
+            while not self._is_closed:
+                while queue and queue[0].is_done:
+                    queue.popleft()
+                if queue and (not is_behind or self._fits_behind(queue[0], room)):
+                    return queue.popleft()
+                if is_behind:
+                    return None
+                self._idle[is_record] += 1
+                has_news = self._changed.wait(self.limits.idle_s)
+                self._idle[is_record] -= 1
+                if not has_news:
+                    return None
+            return None
+
+    def _fits_behind(self, call: Call, room: int) -> bool:
+        return not call.is_alone and call.expected_bytes <= room and not self._idle[call.is_record]
+
+    def retire(self, lane: "Lane") -> bool:
+        """A lane without calls ends; False if one came meanwhile."""
+        with self._changed:
+            if self._queues[lane.is_record] and not self._is_closed:
+                return False
+            self._lanes[lane.is_record].remove(lane)
+            return True
+
+    def fail_waiting(self, error: KVServiceError) -> None:
+        """End all that wait; but for a probe."""
+        with self._changed:
+            waiting = [call for queue in self._queues.values() for call in queue]
+        for call in waiting:
+            if not call.is_probe:
+                call.give_up(error)
+
+    def give_up_silent(self, since_s: float, error: KVServiceError) -> None:
+        """End the calls of all lanes on which nothing moved since."""
+        with self._changed:
+            lanes = [lane for lanes in self._lanes.values() for lane in lanes]
+        for lane in lanes:
+            if lane.moved_s <= since_s:
+                lane.give_up_all(error)
+
+    def close(self) -> list[threading.Thread]:
+        """End every call and lane; their threads, which end soon."""
+        error = UnavailableError(f"the link to {self.name} is closed")
+        with self._changed:
+            self._is_closed = True
+            lanes = [lane for lanes in self._lanes.values() for lane in lanes]
+            self._changed.notify_all()
+        self.fail_waiting(error)
+        for lane in lanes:
+            lane.give_up_all(error)
+            lane.shut()
+        return [lane.thread for lane in lanes]
+
+
+class Lane:
+    """A connection and its thread. ``moved_s``: when something last moved on it."""
+
+    def __init__(self, pool: Pool, is_record: bool, number: int) -> None:
+        self.is_record = is_record
+        self.moved_s = pool.clock()
+        kind = "records" if is_record else "questions"
+        self.thread = threading.Thread(target=self._run, name=f"{pool.name} {kind} {number}", daemon=True)
+        self._pool = pool
+        self._channel: Channel | None = None
+        self._session = ClientSession()
+        self._sent: deque[tuple[int, Call]] = deque()
+        self._request = 0
+
+    def start(self) -> None:
+        """Begin to take calls."""
+        self.thread.start()
+
+    def shut(self) -> None:
+        """Have what waits for the network raise. From any thread."""
+        channel = self._channel
+        if channel is not None:
+            channel.shut()
+
+    def give_up_all(self, error: KVServiceError) -> None:
+        """End all calls that were sent. From any thread."""
+        for _, call in list(self._sent):
+            call.give_up(error)
+
+    # The thread
+
+    def _run(self) -> None:
+        while True:
+            call = self._take()
+            if call is not None:
+                self._guarded(partial(self._start, call), call)
+            elif self._sent:
+                self._guarded(self._finish_first, None)
+            elif self._pool.retire(self):
+                self._drop()
+                return
+
+    def _take(self) -> Call | None:
+        sent, limits, session = self._sent, self._pool.limits, self._session
+        if sent and (len(sent) >= min(limits.fetches_max, session.fetches_max) or sent[-1][1].is_alone):
+            return None
+        bytes_max = min(limits.fetch_bytes_max, session.fetch_bytes_max)
+        room = bytes_max - sum(call.expected_bytes for _, call in sent)
+        return self._pool.take(self.is_record, is_behind=bool(sent), room=room)
+
+    def _guarded(self, step: Callable[[], None], begun: Call | None) -> None:
+        """Whatever a step raises ends this connection, not the thread."""
+        try:
+            step()
+        except StoppedError as stopped:
+            _, first = self._sent.popleft()
+            first.finish(stopped.error)
+            self._break_off(None, [])
+        except OSError as error:
+            self._break_off(error, [] if begun is None else [begun])
+        except KVServiceError as error:
+            self._fail(error, begun)
+        except Exception as error:
+            log.exception("a call to %s failed; this is a fault of the service, please report it", self._pool.name)
+            self._fail(UnavailableError(f"a call to {self._pool.name} failed inside this node: {error}"), begun)
+
+    def _start(self, call: Call) -> None:
+        channel = self._connected()
+        if not call.begin(self):
+            return
+        if not self._sent:
+            self.moved_s = self._pool.clock()
+        self._request = self._request % REQUEST_MAX + 1
+        self._sent.append((self._request, call))
+        call.send(channel, self._request, self._session)
+
+    def _connected(self) -> Channel:
+        channel = self._channel
+        if channel is not None and not self._sent and channel.is_stale:
+            self._drop()
+            channel = None
+        if channel is None:
+            channel, self._session = self._pool.dialler.dial()
+            self._channel = channel
+            self._request = 0
+        return channel
+
+    def _finish_first(self) -> None:
+        request, call = self._sent[0]
+        assert self._channel is not None, "a call was sent"
+        header = self._channel.receive_header()
+        self._moved()
+        if header.request not in (request, 0):
+            raise FrameError(f"an answer to request {header.request}, before that to {request}")
+        if header.kind is Kind.ERROR:
+            said = self._channel.receive_message(header, wire.PeerError())
+            if header.request == 0:  # it ends the connection
+                raise FrameError(said.message)
+            error: KVServiceError | None = error_from_code(said.code, said.message)
+        else:
+            error = call.receive(self._channel, header, self._moved)
+        self._sent.popleft()
+        self._pool.dialler.note_answered()
+        call.finish(error)
+
+    def _moved(self) -> None:
+        self.moved_s = self._pool.moved_s = self._pool.clock()
+
+    def _break_off(self, error: OSError | None, begun: list[Call]) -> None:
+        """The connection is of no use any more. Calls that may go on elsewhere do."""
+        calls = list(dict.fromkeys([*(call for _, call in self._sent), *begun]))
+        self._sent.clear()
+        self._drop()
+        again, is_ours = [], any(call.error is not None for call in calls)
+        for call in calls:
+            call.resumes += error is not None
+            if call.may_go_on() and call.resumes <= self._pool.limits.resumes_max:
+                again.append(call)
+            else:
+                call.finish(call.error or UnavailableError(f"the connection to {self._pool.name} broke: {error}"))
+        if error is not None and not is_ours:
+            self._pool.dialler.note_broken(error)
+        self._pool.put_back(again)
+
+    def _fail(self, error: KVServiceError, begun: Call | None) -> None:
+        """What cannot be mended by trying again: nobody to greet, a refusal, or frames that mean nothing."""
+        calls = list(dict.fromkeys([*(call for _, call in self._sent), *([] if begun is None else [begun])]))
+        self._sent.clear()
+        self._drop()
+        if isinstance(error, FrameError):
+            error = UnavailableError(f"{self._pool.name} sent what cannot be: {error}")
+        self._pool.dialler.note_broken(error)
+        for call in calls:
+            call.finish(call.error or error)
+
+    def _drop(self) -> None:
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close(at_once=True)

@@ -1,0 +1,419 @@
+"""A link to one other node: what it holds is found and fetched, what is new here is given to it. A place (see sharing).
+
+Everything here runs on the loop that made the link; connections and their threads are in pool.py. One deadline a call,
+one breaker a peer: once a call was met with silence, all that wait for the peer end with it, and nobody asks again
+until a ping of our own was answered.
+"""
+
+import asyncio
+import logging
+import random
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+from kvservice.caches import Space
+from kvservice.model.errors import KVServiceError, UnavailableError
+from kvservice.model.identity import Namespace
+from kvservice.model.segment import CacheKey, ContextId
+from kvservice.peers.backoff import Backoff
+from kvservice.peers.frames import Kind
+from kvservice.peers.host import Query
+from kvservice.peers.member import Address, Facts
+from kvservice.peers.pool import Call, Pool, SilentError
+from kvservice.peers.streams_channel import NO_DESCRIPTOR, Source
+from kvservice.peers.streams_client_calls import (
+    CountCall,
+    FetchCall,
+    FindCall,
+    PeerFinding,
+    PeerLease,
+    PeerRecord,
+    PingCall,
+    StoreCall,
+)
+from kvservice.peers.streams_client_dialler import Caller, PeerDialler
+from kvservice.peers.streams_limits import LinkLimits
+from kvservice.sharing.place import Offer, Parcel, Question
+from kvservice.storage.arena import Arena
+from kvservice.storage.buffer import Bytes
+from kvservice.storage.remote.breaker import Breaker, BreakerState
+from kvservice.storage.remote.contract import OnPiece, RemoteRecord
+from kvservice.store import WriteRequest
+from kvservice.wire.v1 import peer_pb2 as wire
+
+IDENTITIES_MAX = 256
+"""Namespaces whose JSON is kept at hand; making it takes 3 ms of the loop."""
+CLOSE_S = 10.0
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class LinkCounters:
+    """Of one link. ``resumed``: records that were taken up where a connection broke. ``corrupt``: heads that lied."""
+
+    calls: int = 0
+    failed: int = 0
+    expired: int = 0
+    fetched: int = 0
+    fetched_bytes: int = 0
+    stored: int = 0
+    stored_bytes: int = 0
+    resumed: int = 0
+    corrupt: int = 0
+
+
+class Transfer(NamedTuple):
+    """A record that was moved. ``first_s``: until its first piece was here; 0 for one that was given away."""
+
+    is_fetch: bool
+    record_bytes: int
+    first_s: float
+    seconds: float
+
+
+class PeerLink:
+    """See Place. ``arena``: where records that are given away lie, so that the kernel sends them without a copy.
+
+    ``on_change`` is told, on the loop, when the peer is lost (None), and what it says of itself whenever it greets.
+    ``on_transfer`` is told of every record moved. ``clock``: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        caller: Caller,
+        *,
+        arena: Arena | None = None,
+        limits: LinkLimits | None = None,
+        on_change: Callable[[Facts | None], None] = lambda _: None,
+        on_transfer: Callable[[Transfer], None] = lambda _: None,
+        clock: Callable[[], float] = time.monotonic,
+        draw: Callable[[], float] = random.random,
+    ) -> None:
+        self.address = address
+        self.limits = limits or LinkLimits()
+        self.counters = LinkCounters()
+        self.facts: Facts | None = None
+        """What the peer said of itself last."""
+        limits = self.limits
+        pauses = {"pause_s": limits.pause_s, "pause_s_max": limits.pause_s_max}
+        self.breaker = Breaker(clock, failures_max=limits.failures_max, **pauses)
+        self._arena = arena
+        self._on_change = on_change
+        self._on_transfer = on_transfer
+        self._clock = clock
+        self._draw = draw
+        self._loop = asyncio.get_running_loop()
+        self._dialler = PeerDialler(address, caller, limits, self._note_greeted)
+        self._pool = Pool(self.name, _Events(self), limits, clock)
+        self._identities: OrderedDict[Namespace, str] = OrderedDict()
+        self._reviving: asyncio.Task[None] | None = None
+        self._reason: BaseException | None = None
+        self._is_closed = False
+
+    @property
+    def name(self) -> str:
+        """For messages and metrics."""
+        return f"node {self.address}"
+
+    @property
+    def is_answering(self) -> bool:
+        """Is it worth asking, as far as is known?"""
+        return self.breaker.state is BreakerState.CLOSED
+
+    # Questions
+
+    async def ping(self) -> float:
+        """Seconds of a round trip; also learns what the peer says of itself now."""
+        call, started_s = PingCall(), self._clock()
+        await self._run(call)
+        self._take_facts(call.facts)
+        return self._clock() - started_s
+
+    async def find_all(
+        self, queries: Sequence[Query], identities: Mapping[Namespace, str], *, ttl_s: float = 0.0
+    ) -> list[PeerFinding]:
+        """What answers each query; all that is found is leased. ``identities``: canonical JSON of their namespaces.
+
+        A long list is asked in several questions, each with a lease of its own.
+        """
+        step, deadline_s = min(self.limits.find_queries_max, self._dialler.find_queries_max), self.limits.deadline_s
+        for namespace, text in identities.items():
+            self._keep(namespace, text)
+        calls = [
+            FindCall(part, {one.namespace: identities[one.namespace] for one in part}, ttl_s, deadline_s / 2)
+            for part in (queries[at : at + step] for at in range(0, len(queries), step))
+        ]
+        results = await asyncio.gather(*(self._run(call) for call in calls), return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                for call in calls:
+                    self._release(call.lease)
+                raise result
+        self.counters.corrupt += sum(call.corrupt for call in calls)
+        for call in calls:
+            if call.lease is not None and not call.lease.records:
+                self._release(call.lease)  # of heads that lied
+        return [finding for call in calls for finding in call.findings]
+
+    async def find(self, questions: Sequence[Question]) -> list[Offer | None]:
+        """See Place."""
+        queries = [query_of(question) for question in questions]
+        identities = {one.space.namespace: self._identity(one.space) for one in questions}
+        findings = await self.find_all(queries, identities, ttl_s=self.limits.lease_ttl_s)
+        return [None if one.record is None else Offer(one.record, one.master) for one in findings]
+
+    def let_go(self, records: Iterable[RemoteRecord]) -> None:
+        """See Place. A lease ends with the last of its records."""
+        for record in records:
+            lease = record.lease if isinstance(record, PeerRecord) else None
+            if lease is not None and lease.records > 0:
+                lease.records -= 1
+                if not lease.records:
+                    self._release(lease)
+
+    async def renew(self, leases: Iterable[PeerLease], ttl_s: float = 0.0) -> int:
+        """How many are still held, for ``ttl_s`` from now."""
+        message = wire.PeerRenew(lease_ids=[lease.id for lease in leases], lease_ttl_s=ttl_s)
+        call = CountCall(Kind.RENEW, message, {})
+        await self._run(call)
+        return call.count
+
+    def _release(self, lease: PeerLease | None) -> None:
+        """Tell the peer, and do not wait for it: what is not heard runs out by itself."""
+        if lease is None or not self.is_answering or self._is_closed:
+            return
+        call = CountCall(Kind.RELEASE, wire.PeerRelease(lease_ids=[lease.id]), {})
+        with suppress(KVServiceError):
+            self._pool.submit(call)
+
+    async def delete(self, space: Space, keys: Sequence[CacheKey] | None) -> int:
+        """See Place."""
+        namespace, identities = space.namespace, {space.namespace: self._identity(space)}
+        step = self.limits.keys_max
+        parts = [None] if keys is None else [keys[at : at + step] for at in range(0, len(keys), step)]
+        count = 0
+        for part in parts:
+            call = CountCall.delete(namespace, part, identities)
+            await self._run(call)
+            count += call.count
+        return count
+
+    # Records
+
+    async def fetch(self, record: RemoteRecord, target: Bytes, on_piece: OnPiece, start: int = 0) -> None:
+        """See Place. Pieces come in order."""
+        name, started_s = record.name, self._clock()
+        known = self._identities.get(name.namespace)
+        identities = {} if known is None else {name.namespace: known}
+        call = FetchCall(record, target.data, on_piece, start, identities)
+        try:
+            await self._run(call)
+        finally:
+            self.counters.resumed += call.resumes if call.at > start else 0
+        self.counters.fetched += 1
+        self.counters.fetched_bytes += record.record_bytes - start
+        seconds = self._clock() - started_s
+        self._on_transfer(Transfer(True, record.record_bytes - start, max(0.0, call.first_s - started_s), seconds))
+
+    async def store(self, parcel: Parcel) -> bool:
+        """See Place."""
+        name, started_s = parcel.name, self._clock()
+        key = CacheKey(name.segment, name.context)
+        request = WriteRequest(name.namespace, key, len(parcel.view), parcel.master, parcel.prefill_s)
+        return await self.give(request, parcel.view, parcel.header_checksum, self._identity(parcel.space), started_s)
+
+    async def give(
+        self, request: WriteRequest, view: Bytes, header_checksum: int, identity: str, started_s: float | None = None
+    ) -> bool:
+        """Give one whole record away; False if its key is held there. ``identity``: canonical JSON."""
+        started_s = self._clock() if started_s is None else started_s
+        identities = {Namespace(request.namespace): identity}
+        call = StoreCall(request, self._source(view), header_checksum, identities)
+        await self._run(call)
+        if call.is_stored:
+            self.counters.stored += 1
+            self.counters.stored_bytes += len(view)
+            self._on_transfer(Transfer(False, len(view), 0.0, self._clock() - started_s))
+        return call.is_stored
+
+    def _source(self, view: Bytes) -> Source:
+        if self._arena is None or not len(self._arena.view):
+            return Source(view.data)
+        offset = view.ctypes.data - self._arena.view.ctypes.data
+        is_inside = offset >= 0 and offset + len(view) <= self._arena.bytes
+        return Source(view.data, self._arena.descriptor() if is_inside else NO_DESCRIPTOR, offset)
+
+    def _identity(self, space: Space) -> str:
+        return self._identities.get(space.namespace) or self._keep(space.namespace, space.identity.canonical_json())
+
+    def _keep(self, namespace: Namespace, identity: str) -> str:
+        """A connection may belong to a new session, which has to be told again."""
+        self._identities[namespace] = identity
+        self._identities.move_to_end(namespace)
+        if len(self._identities) > IDENTITIES_MAX:
+            self._identities.popitem(last=False)
+        return identity
+
+    # Deadlines
+
+    async def _run(self, call: Call) -> None:
+        """Have it answered. Ends within its deadline; when this ends, nothing writes to the caller's memory."""
+        if self._is_closed:
+            raise UnavailableError(f"the link to {self.name} is closed")
+        if not call.is_probe and not self.is_answering:
+            raise UnavailableError(f"{self.name} is left alone until it answers again: {self._reason}")
+        done = self._loop.create_future()
+        call.on_done = partial(self._post, partial(_resolve, done))
+        started_s, limits, pool = self._clock(), self.limits, self._pool
+        expected = call.expected_bytes
+        pool.outstanding_bytes += expected
+        due_s = started_s + limits.deadline_s
+        if call.is_record:
+            due_s += pool.outstanding_bytes / limits.bytes_per_s_min
+        self.counters.calls += 1
+        try:
+            pool.submit(call)
+            await self._wait(call, done, started_s, due_s)
+        except asyncio.CancelledError:
+            call.give_up(UnavailableError(f"a call to {self.name} was given up"))
+            while not done.done():
+                with suppress(asyncio.CancelledError):
+                    await asyncio.wait([done])
+            raise
+        finally:
+            pool.outstanding_bytes -= expected
+        if call.error is not None:
+            self.counters.failed += 1
+            raise call.error
+
+    async def _wait(self, call: Call, done: "asyncio.Future[None]", started_s: float, due_s: float) -> None:
+        while not done.done():
+            now_s, lane = self._clock(), call.lane
+            limit_s = due_s
+            if call.is_record and lane is not None:
+                limit_s = min(due_s, max(lane.moved_s, started_s) + self.limits.deadline_s)
+            if now_s >= limit_s:
+                self._expire(call, now_s)
+                await asyncio.wait([done])
+            else:
+                await asyncio.wait([done], timeout=limit_s - now_s)
+
+    def _expire(self, call: Call, now_s: float) -> None:
+        """Its time is up. Where nothing else moved either, the peer is lost, and nobody else waits as long for it."""
+        deadline_s = self.limits.deadline_s
+        error = UnavailableError(f"{self.name} did not answer within {deadline_s:g} s")
+        self.counters.expired += 1
+        since_s = now_s - deadline_s
+        if self._pool.moved_s > since_s and not call.is_probe:
+            self.breaker.failed()
+        else:
+            self.breaker.timed_out()
+        call.give_up(error)
+        if not self.is_answering:
+            self._lose(error)
+            self._pool.give_up_silent(now_s - deadline_s / 2, error)
+
+    # Lost and found
+
+    def _lose(self, error: BaseException) -> None:
+        """The breaker is open: end what waits, and look for the peer now and then."""
+        self._reason = error
+        reason = UnavailableError(f"{self.name} is lost: {error}")
+        self._pool.fail_waiting(reason)
+        if self._reviving is None and not self._is_closed:
+            log.warning("%s; it is left alone until it answers a ping", reason)
+            self._on_change(None)
+            self._reviving = self._loop.create_task(self._revive())
+
+    async def _revive(self) -> None:
+        backoff = Backoff(self._draw, first_s=self.limits.pause_s, max_s=self.limits.pause_s_max)
+        while not self.is_answering and not self._is_closed:
+            await asyncio.sleep(backoff.next_s())
+            if not self.breaker.allows():
+                continue
+            call = PingCall()
+            call.is_probe = True
+            try:
+                await self._run(call)
+            except KVServiceError as error:
+                self._reason = error
+            else:
+                log.info("%s answers again", self.name)
+                self._take_facts(call.facts)
+        self._reviving = None
+
+    def _note_greeted(self, facts: Facts) -> None:
+        """From a lane's thread."""
+        self._post(partial(self._take_facts, facts))
+
+    def _take_facts(self, facts: Facts) -> None:
+        self.facts = facts
+        self._on_change(facts)
+
+    def _note_broken(self, error: BaseException) -> None:
+        if not self.is_answering:
+            self._lose(error)
+
+    def _post(self, work: Callable[[], object]) -> None:
+        with suppress(RuntimeError):  # the loop has ended, and with it whoever waited
+            self._loop.call_soon_threadsafe(work)
+
+    async def close(self) -> None:
+        """See Place."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._reviving is not None:
+            self._reviving.cancel()
+            await asyncio.gather(self._reviving, return_exceptions=True)
+        threads = self._pool.close()
+        await asyncio.gather(*(asyncio.to_thread(thread.join, CLOSE_S) for thread in threads))
+
+
+class _Events:
+    """What lanes report, from their threads: the breaker hears of it at once, the loop soon."""
+
+    def __init__(self, link: PeerLink) -> None:
+        self._link = link
+        self.dial = link._dialler.dial
+
+    def note_broken(self, error: BaseException) -> None:
+        """See Dialler."""
+        link = self._link
+        link._reason = error
+        if isinstance(error, SilentError):
+            link.breaker.timed_out()
+        else:
+            link.breaker.failed()
+        link._post(partial(link._note_broken, error))
+
+    def note_answered(self) -> None:
+        """See Dialler."""
+        self._link.breaker.succeeded()
+
+
+def _resolve(done: "asyncio.Future[None]") -> None:
+    if not done.done():
+        done.set_result(None)
+
+
+def query_of(question: Question) -> Query:
+    """The same question, for another node."""
+    asked = question.asked
+    return Query(
+        question.space.namespace,
+        question.segment,
+        [ContextId(one) for one in asked.accepted_contexts],
+        asked.position,
+        asked.tokens,
+        asked.may_shift,
+        max(asked.affinity_min, question.affinity + 1) if question.affinity >= 0 else asked.affinity_min,
+        question.marks,
+    )

@@ -1,0 +1,321 @@
+"""The calls that a node makes to another: what each sends, and how its answer is taken in. Run by a lane's thread."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvservice.model.errors import CorruptError, InvalidInputError, KVServiceError, RecordFormatError, error_from_code
+from kvservice.model.identity import Namespace
+from kvservice.model.plan import Match, MissReason
+from kvservice.model.segment import CacheKey
+from kvservice.peers.frames import FrameError, Header, Kind
+from kvservice.peers.host import Answer, FoundHead, Query
+from kvservice.peers.member import Facts
+from kvservice.peers.pool import Call, ClientSession, StoppedError
+from kvservice.peers.streams_channel import Channel, Source, pieces_of
+from kvservice.peers.streams_messages import decode_answer, decode_facts, encode_key, encode_query
+from kvservice.storage.record_reader import RecordHead, read_head
+from kvservice.storage.remote.contract import OnPiece, RemoteName, RemoteRecord
+from kvservice.store import WriteRequest
+from kvservice.wire.v1 import cache_pb2
+from kvservice.wire.v1 import peer_pb2 as wire
+
+STORE_FRAME_BYTES = 512 << 10
+"""One data frame to the peer, so that a slow link is seen to move."""
+Identities = Mapping[Namespace, str]
+"""Canonical JSON by namespace, for namespaces that the peer may not know."""
+
+
+@dataclass(slots=True, eq=False)
+class PeerLease:
+    """What holds the records of one question at the peer. ``records``: of those that may still be fetched."""
+
+    id: int
+    session: ClientSession
+    records: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PeerRecord(RemoteRecord):
+    """A record of another node. ``lease`` is None once nothing holds it there."""
+
+    lease: PeerLease | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class PeerFinding:
+    """What answers a query, heads verified and looked at, or why nothing does."""
+
+    match: Match
+    miss_reason: MissReason
+    affinity: int
+    record: PeerRecord | None = None
+    master: PeerRecord | None = None
+
+
+class FindCall(Call):
+    """Asks for segments; ``findings`` are in the order of the queries. ``corrupt``: heads that lied."""
+
+    def __init__(self, queries: Sequence[Query], identities: Identities, ttl_s: float, wait_s: float) -> None:
+        super().__init__()
+        self.findings: list[PeerFinding] = []
+        self.lease: PeerLease | None = None
+        self.corrupt = 0
+        self._queries = queries
+        self._identities = identities
+        self._ttl_s, self._wait_s = ttl_s, wait_s
+        self._session: ClientSession | None = None
+
+    def send(self, channel: Channel, request: int, session: ClientSession) -> None:
+        """See Call."""
+        self._session = session
+        new = [text for namespace, text in self._identities.items() if namespace not in session.registered]
+        queries = map(encode_query, self._queries)
+        message = wire.PeerFind(identities=new, queries=queries, lease_ttl_s=self._ttl_s, wait_s=self._wait_s)
+        channel.send(Kind.FIND, request, message)
+
+    def receive(self, channel: Channel, header: Header, moved: Callable[[], None]) -> KVServiceError | None:
+        """See Call. Heads are verified here, off the loop."""
+        found = channel.receive_message(_of(header, Kind.FOUND), wire.PeerFound())
+        if len(found.answers) != len(self._queries) or self._session is None:
+            raise FrameError(f"{len(found.answers)} answers to {len(self._queries)} questions")
+        self._session.registered.update(self._identities)
+        try:
+            self.findings, self.lease, self.corrupt = take_found(self._queries, found, self._session)
+        except InvalidInputError as error:
+            raise FrameError(str(error)) from error
+        return None
+
+
+def take_found(
+    queries: Sequence[Query], found: wire.PeerFound, session: ClientSession
+) -> tuple[list[PeerFinding], PeerLease | None, int]:
+    """Findings in the order of the queries, what leases them, and how many heads lied. Raises InvalidInputError."""
+    lease = PeerLease(found.lease_id, session) if found.lease_id else None
+    answers = [decode_answer(answer) for answer in found.answers]
+    checked = [_checked(*pair, lease) for pair in zip(queries, answers, strict=True)]
+    findings = [finding for finding, _ in checked]
+    if lease is not None:
+        records = (one for finding in findings for one in (finding.record, finding.master))
+        lease.records = sum(one is not None for one in records)
+    return findings, lease, sum(is_wrong for _, is_wrong in checked)
+
+
+def _checked(query: Query, answer: Answer, lease: PeerLease | None) -> tuple[PeerFinding, bool]:
+    """True: a head lied."""
+    if answer.record is None:
+        return PeerFinding(Match.NONE, answer.miss_reason, answer.affinity), False
+    try:
+        record = _record(query, answer.record, lease)
+        master = None if answer.master is None else _record(query, answer.master, lease)
+        _check_answer(query, answer.match, record.head, None if master is None else master.head)
+    except (CorruptError, RecordFormatError, InvalidInputError):
+        return PeerFinding(Match.NONE, MissReason.CORRUPT, answer.affinity), True
+    return PeerFinding(answer.match, MissReason.NONE, answer.affinity, record, master), False
+
+
+def _record(query: Query, said: FoundHead, lease: PeerLease | None) -> PeerRecord:
+    """Raises CorruptError or RecordFormatError for a head that lies."""
+    buffer = np.empty(len(said.head), np.uint8)
+    buffer[:] = np.frombuffer(said.head, np.uint8)
+    head = read_head(buffer)
+    name = RemoteName(query.namespace, head.meta.key.segment, head.meta.key.context)
+    return PeerRecord(name, head, said.prefill_s, f"{head.generation:016x}", lease)
+
+
+def _check_answer(query: Query, match: Match, record: RecordHead, master: RecordHead | None) -> None:
+    """Raise CorruptError unless this answers the question, and the master is the one that the record stands on."""
+    meta = record.meta
+    is_it = meta.namespace == query.namespace and meta.key.segment == query.segment and meta.tokens == query.tokens
+    if match is Match.SHIFTED:
+        is_it = is_it and query.may_shift
+    else:
+        is_it = is_it and meta.key.context in query.accepted_contexts and meta.position == query.position
+    if not is_it:
+        raise CorruptError(f"cache {meta.key} was answered, and it is not what was asked for")
+    said = meta.master
+    found = None if master is None else (master.meta.namespace, master.meta.key, master.generation, master.meta.master)
+    wanted = None if said is None else (query.namespace, CacheKey(query.segment, said.context), said.generation, None)
+    if found != wanted:
+        raise CorruptError(f"cache {meta.key} was answered with another master than it stands on")
+
+
+class FetchCall(Call):
+    """Brings a record's bytes from ``at`` on into ``target``, in order. Goes on there when a connection breaks."""
+
+    is_record = True
+
+    def __init__(
+        self, record: RemoteRecord, target: memoryview, on_piece: OnPiece, start: int, identities: Identities
+    ) -> None:
+        super().__init__(record.record_bytes - start)
+        self.at = start
+        self.first_s = 0.0
+        self._record = record
+        self._end = record.record_bytes
+        self._target = target
+        self._on_piece = on_piece
+        self._identities = identities
+
+    def send(self, channel: Channel, request: int, session: ClientSession) -> None:
+        """See Call."""
+        name, lease = self._record.name, self._record.lease if isinstance(self._record, PeerRecord) else None
+        new = [text for namespace, text in self._identities.items() if namespace not in session.registered]
+        message = wire.PeerFetch(
+            identities=new,
+            namespace=name.namespace,
+            key=encode_key(CacheKey(name.segment, name.context)),
+            generation=self._record.head.generation,
+            lease_id=lease.id if lease is not None and lease.session is session else 0,
+            start=self.at,
+        )
+        channel.send(Kind.FETCH, request, message)
+
+    def receive(self, channel: Channel, header: Header, moved: Callable[[], None]) -> KVServiceError | None:
+        """See Call. What ``on_piece`` raises is raised as StoppedError."""
+        request = header.request
+        while True:
+            if header.kind is Kind.ERROR:
+                said = channel.receive_message(header, wire.PeerError())
+                return error_from_code(said.code, said.message)
+            self._receive_data(channel, _of(header, Kind.DATA), moved)
+            if self.at == self._end:
+                with suppress(OSError):  # all is here: that the connection broke now is the next call's matter
+                    channel.send(Kind.GOT, request)
+                return None
+            header = channel.receive_header()
+            moved()
+            if header.request != request:
+                raise FrameError(f"a frame of request {header.request} in the middle of {request}")
+
+    def _receive_data(self, channel: Channel, header: Header, moved: Callable[[], None]) -> None:
+        end = self.at + header.payload_bytes
+        if end > self._end:
+            raise FrameError(f"bytes up to {end} of a record of {self._end}")
+        for first, last in pieces_of(self.at, end):
+            channel.receive_piece(self._target[first:last])
+            moved()
+            self.first_s = self.first_s or time.monotonic()
+            self.at = last
+            try:
+                self._on_piece(first, last)
+            except BaseException as error:
+                raise StoppedError(error) from error
+
+
+class StoreCall(Call):
+    """Gives a record away. ``is_stored`` is False if the peer has its key already."""
+
+    is_record = True
+    is_alone = True
+
+    def __init__(self, request: WriteRequest, source: Source, header_checksum: int, identities: Identities) -> None:
+        super().__init__(request.record_bytes)
+        self.is_stored = False
+        self._request = request
+        self._source = source
+        self._header_checksum = header_checksum
+        self._identities = identities
+        self._session: ClientSession | None = None
+        self._is_answered = False
+
+    def may_go_on(self) -> bool:
+        """See Call. Once there is room for it, another try would be told that the key is being written."""
+        return not self._is_answered
+
+    def send(self, channel: Channel, request: int, session: ClientSession) -> None:
+        """See Call."""
+        asked, master = self._request, self._request.master
+        self._session = session
+        message = wire.PeerStore(
+            identities=[text for namespace, text in self._identities.items() if namespace not in session.registered],
+            namespace=asked.namespace,
+            key=encode_key(asked.key),
+            record_bytes=asked.record_bytes,
+            master_context=b"" if master is None else master.context,
+            master_generation=0 if master is None else master.generation,
+            prefill_s=asked.prefill_s,
+        )
+        channel.send(Kind.STORE, request, message)
+
+    def receive(self, channel: Channel, header: Header, moved: Callable[[], None]) -> KVServiceError | None:
+        """See Call."""
+        self._is_answered = True
+        if self._session is not None:
+            self._session.registered.update(self._identities)
+        if header.kind is Kind.EXISTS:
+            return None
+        _of(header, Kind.GO)
+        total = self._request.record_bytes
+        for first in range(0, total, STORE_FRAME_BYTES):
+            channel.send_data(header.request, self._source, first, min(first + STORE_FRAME_BYTES, total))
+            moved()
+        channel.send(Kind.COMMIT, header.request, wire.PeerCommit(header_checksum=self._header_checksum))
+        header = channel.receive_header()
+        if header.kind is Kind.ERROR:
+            said = channel.receive_message(header, wire.PeerError())
+            return error_from_code(said.code, said.message)
+        channel.receive_message(_of(header, Kind.STORED), wire.PeerStored())
+        self.is_stored = True
+        return None
+
+
+class CountCall(Call):
+    """A request that is answered with a number: ``count``."""
+
+    def __init__(
+        self, kind: Kind, message: wire.PeerDelete | wire.PeerRenew | wire.PeerRelease, identities: Identities
+    ) -> None:
+        super().__init__()
+        self.count = 0
+        self._kind = kind
+        self._message = message
+        self._identities = identities
+
+    @classmethod
+    def delete(cls, namespace: Namespace, keys: Sequence[CacheKey] | None, identities: Identities) -> "CountCall":
+        """Of keys, or of all of a namespace (None)."""
+        named: list[cache_pb2.CacheKey] = [] if keys is None else [encode_key(key) for key in keys]
+        message = wire.PeerDelete(namespace=namespace, keys=named, is_whole_namespace=keys is None)
+        return cls(Kind.DELETE, message, identities)
+
+    def send(self, channel: Channel, request: int, session: ClientSession) -> None:
+        """See Call."""
+        if isinstance(self._message, wire.PeerDelete):
+            new = [text for namespace, text in self._identities.items() if namespace not in session.registered]
+            del self._message.identities[:]
+            self._message.identities.extend(new)
+        channel.send(self._kind, request, self._message)
+
+    def receive(self, channel: Channel, header: Header, moved: Callable[[], None]) -> KVServiceError | None:
+        """See Call."""
+        self.count = channel.receive_message(_of(header, Kind.COUNT), wire.PeerCount()).count
+        return None
+
+
+class PingCall(Call):
+    """Asks whether anybody is there; ``facts``: what the peer says of itself."""
+
+    facts: Facts
+
+    def send(self, channel: Channel, request: int, session: ClientSession) -> None:
+        """See Call."""
+        channel.send(Kind.PING, request)
+
+    def receive(self, channel: Channel, header: Header, moved: Callable[[], None]) -> KVServiceError | None:
+        """See Call."""
+        said = channel.receive_message(_of(header, Kind.PONG), wire.PeerFacts())
+        try:
+            self.facts = decode_facts(said)
+        except InvalidInputError as error:
+            raise FrameError(str(error)) from error
+        return None
+
+
+def _of(header: Header, kind: Kind) -> Header:
+    if header.kind is not kind:
+        raise FrameError(f"a {header.kind.name} frame where {kind.name} should be")
+    return header

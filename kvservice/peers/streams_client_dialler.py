@@ -1,0 +1,129 @@
+"""Opens connections to one peer and greets it. Blocking, each step within the deadline."""
+
+import socket
+import ssl
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvservice import __version__
+from kvservice.model.errors import ConfigError, InvalidInputError, KVServiceError, UnavailableError, error_from_code
+from kvservice.peers.fence import Fence, twin_error
+from kvservice.peers.frames import FrameError, Kind
+from kvservice.peers.member import Address, Facts
+from kvservice.peers.pool import ClientSession, SilentError
+from kvservice.peers.streams_channel import Channel
+from kvservice.peers.streams_limits import LinkLimits
+from kvservice.peers.streams_messages import decode_facts, encode_facts
+from kvservice.wire.v1 import peer_pb2 as wire
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who dials: what it says of itself, asked anew for every connection, and what proves it.
+
+    ``tls``: the context for connections to other nodes, None for plain TCP; ``server_name``: whom certificates must
+    name, if not the host that is dialled.
+    """
+
+    facts: Callable[[], Facts]
+    token: str = ""
+    tls: ssl.SSLContext | None = None
+    server_name: str = ""
+
+
+class PeerDialler:
+    """``on_greeted``: told what the peer says of itself, from the thread that dialled."""
+
+    def __init__(
+        self, address: Address, caller: Caller, limits: LinkLimits, on_greeted: Callable[[Facts], None]
+    ) -> None:
+        self.record_bytes_max = 0
+        self.find_queries_max = limits.find_queries_max
+        self._address = address
+        self._caller = caller
+        self._deadline_s = limits.deadline_s
+        self._sends_files = limits.sends_files
+        self._on_greeted = on_greeted
+        self._lock = threading.Lock()
+        self._session = ClientSession()
+        self._fence = Fence()
+
+    def dial(self) -> tuple[Channel, ClientSession]:
+        """A greeted channel and the session that it belongs to. Raises KVServiceError.
+
+        One at a time, so that all connections belong to one session.
+        """
+        with self._lock:
+            try:
+                channel = self._connect()
+            except TimeoutError as error:
+                raise SilentError(f"{self._address} did not answer within {self._deadline_s:g} s") from error
+            except OSError as error:
+                raise UnavailableError(f"{self._address} cannot be reached: {error}") from error
+            try:
+                session = self._greet(channel)
+                channel.set_timeout(None)
+            except TimeoutError as error:
+                channel.close()
+                text = f"{self._address} takes connections and does not greet within {self._deadline_s:g} s"
+                raise SilentError(text) from error
+            except OSError as error:
+                channel.close()
+                raise UnavailableError(f"{self._address} ended the greeting: {error}") from error
+            except BaseException:
+                channel.close()
+                raise
+            return channel, session
+
+    def _connect(self) -> Channel:
+        host, port = self._address
+        sock = socket.create_connection((host, port), self._deadline_s)
+        try:
+            if self._caller.tls is not None:
+                sock = self._caller.tls.wrap_socket(sock, server_hostname=self._caller.server_name or host)
+            return Channel(sock, sends_files=self._sends_files)
+        except BaseException:
+            sock.close()
+            raise
+
+    def _greet(self, channel: Channel) -> ClientSession:
+        own = self._caller.facts()
+        channel.send_opening()
+        hello = wire.PeerHello(
+            facts=encode_facts(own), token=self._caller.token, session=self._session.id, version=__version__
+        )
+        channel.send(Kind.HELLO, 1, hello)
+        channel.receive_opening()
+        header = channel.receive_header()
+        if header.kind is Kind.ERROR:
+            said = channel.receive_message(header, wire.PeerError())
+            raise self._refusal(error_from_code(said.code, said.message))
+        if header.kind is not Kind.WELCOME:
+            raise FrameError(f"a {header.kind.name} frame where a welcome should be")
+        welcome = channel.receive_message(header, wire.PeerWelcome())
+        try:
+            facts = decode_facts(welcome.facts)
+        except InvalidInputError as error:
+            raise FrameError(str(error)) from error
+        self._admit(own, facts)
+        limits = welcome.limits
+        if welcome.session != self._session.id:
+            fetches_max = max(1, limits.fetches_max // 2)  # the word that one is here comes behind the next request
+            self._session = ClientSession(welcome.session, set(), fetches_max, limits.fetch_bytes_max)
+        self.record_bytes_max = limits.record_bytes_max
+        self.find_queries_max = max(1, limits.find_queries_max)
+        self._on_greeted(facts)
+        return self._session
+
+    def _admit(self, own: Facts, facts: Facts) -> None:
+        where = str(self._address)
+        if facts.node == own.node:
+            raise ConfigError(f"{where} is this very node: leave its address out of those it shares with")
+        if facts.node.uuid == own.node.uuid:
+            raise twin_error(facts.node, where, own.node, "this node")
+        self._fence.admit(facts.node, where)
+
+    def _refusal(self, error: KVServiceError) -> KVServiceError:
+        """The same error, and who said so."""
+        return type(error)(f"{self._address} refuses this node: {error}")

@@ -1,0 +1,337 @@
+"""One connection that another node opened: greeted, then its requests answered one after another, by one thread.
+
+What is wrong with a request is an answer. What is wrong with a frame ends the connection: nothing behind it can be
+understood. Holds and reservations end here, however the connection does.
+"""
+
+import logging
+import socket
+import ssl
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields
+
+from kvservice import __version__
+from kvservice.access.principal import Credentials
+from kvservice.model.errors import ForbiddenError, InvalidInputError, KVServiceError, LimitError, RecordFormatError
+from kvservice.model.identity import Namespace
+from kvservice.peers.frames import MESSAGE_BYTES_MAX, FrameError, Header, Kind
+from kvservice.peers.host import Authorize, Held, Host, HostSession, IsCurrent, Room
+from kvservice.peers.streams_channel import Channel, ClosedError, data_frames, pieces_of
+from kvservice.peers.streams_limits import ServerLimits
+from kvservice.peers.streams_messages import (
+    decode_facts,
+    decode_fetch,
+    decode_keys,
+    decode_query,
+    decode_store,
+    encode_error,
+    encode_facts,
+    encode_found,
+)
+from kvservice.peers.streams_server_sessions import PeerSession, PeerSessions
+from kvservice.wire.v1 import peer_pb2 as wire
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class ConnectionCounters:
+    """Requests, and records and their bytes sent and taken."""
+
+    requests: int = 0
+    sent: int = 0
+    sent_bytes: int = 0
+    taken: int = 0
+    taken_bytes: int = 0
+
+    def add(self, other: "ConnectionCounters") -> None:
+        """Count all of another's, too."""
+        for spec in fields(self):
+            setattr(self, spec.name, getattr(self, spec.name) + getattr(other, spec.name))
+
+
+class PeerConnection:
+    """``until_s``: when ``clock`` says so, whoever watches the clock shuts this down, for ``waits_for``."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        where: str,
+        *,
+        host: Host,
+        sessions: PeerSessions,
+        authorize: Authorize,
+        is_current: IsCurrent,
+        limits: ServerLimits,
+        clock: Callable[[], float],
+        is_local: bool,
+    ) -> None:
+        self.where = where
+        self.waits_for = "a greeting"
+        self.until_s = clock() + limits.handshake_s
+        self._channel = Channel(sock, sends_files=limits.sends_files)
+        self._sock = sock
+        self._host = host
+        self._sessions = sessions
+        self._authorize = authorize
+        self._is_current = is_current
+        self._proved_s = clock()
+        self._limits = limits
+        self._clock = clock
+        self._is_local = is_local
+        self.counters = ConnectionCounters()
+        self._session: PeerSession | None = None
+        self._unconfirmed: dict[int, Held] = {}
+        self._answers = {
+            Kind.FIND: self._find,
+            Kind.FETCH: self._fetch,
+            Kind.STORE: self._store,
+            Kind.DELETE: self._delete,
+            Kind.RENEW: self._renew,
+            Kind.RELEASE: self._release,
+            Kind.PING: self._ping,
+            Kind.GOT: self._got,
+        }
+
+    def shut(self) -> None:
+        """End it, from any thread."""
+        self._channel.shut()
+
+    # The thread
+
+    def run(self) -> None:
+        """Serve until the connection ends."""
+        try:
+            if self._greet():
+                while True:
+                    self._answer()
+        except ClosedError:
+            log.debug("peer port: %s closed its connection", self.where)
+        except FrameError as error:
+            log.warning("peer port: %s is cut off: %s", self.where, error)
+            self._say_last(error)
+        except OSError as error:
+            level = logging.WARNING if self._session is None else logging.INFO
+            log.log(level, "peer port: the connection of %s broke: %s", self.where, error)
+        except Exception:
+            log.exception("peer port: serving %s failed; this is a fault of the service, please report it", self.where)
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        self._channel.close(at_once=bool(self._unconfirmed))
+        for held in self._unconfirmed.values():
+            held.release()
+        self._unconfirmed.clear()
+        if self._session is not None:
+            self._sessions.leave(self._session, self)
+
+    def _allow(self, seconds: float, what: str) -> None:
+        """The next step may take so long."""
+        self.waits_for = what
+        self.until_s = self._clock() + seconds
+
+    def _say_last(self, error: KVServiceError) -> None:
+        self._allow(self._limits.handshake_s, "the end")
+        with suppress(OSError):
+            self._channel.send(Kind.ERROR, 0, encode_error(error))
+
+    # Greeting
+
+    def _greet(self) -> bool:
+        """False: it was refused, and told why."""
+        if isinstance(self._sock, ssl.SSLSocket):
+            self._sock.do_handshake()
+        try:
+            self._channel.receive_opening()
+        except RecordFormatError as error:
+            self._channel.send_opening()
+            return self._refuse(error)
+        self._channel.send_opening()
+        header = self._channel.receive_header()
+        if header.kind is not Kind.HELLO:
+            raise FrameError(f"a connection begins with hello, not {header.kind.name}")
+        hello = self._channel.receive_message(header, wire.PeerHello())
+        try:
+            self._session = self._admit(hello)
+        except KVServiceError as error:
+            return self._refuse(error)
+        limits = wire.PeerLimits(
+            find_queries_max=self._limits.find_queries_max,
+            record_bytes_max=self._host.record_bytes_max,
+            fetch_bytes_max=self._limits.fetch_bytes_max,
+            fetches_max=self._limits.fetches_max,
+        )
+        facts = encode_facts(self._host.facts)
+        welcome = wire.PeerWelcome(facts=facts, session=self._session.id, version=__version__, limits=limits)
+        self._channel.send(Kind.WELCOME, header.request, welcome)
+        return True
+
+    def _admit(self, hello: wire.PeerHello) -> PeerSession:
+        facts = decode_facts(hello.facts)
+        shown = Credentials(hello.token, self._channel.peer_certificate, self._is_local)
+        principal = self._authorize(shown)
+        if not principal.is_node:
+            raise ForbiddenError(f"{principal.name} is no node: give it the role node in the access file")
+        return self._sessions.join(facts, hello.session, principal, self, self.where)
+
+    def _refuse(self, error: KVServiceError) -> bool:
+        log.warning("peer port: %s is refused: %s", self.where, error)
+        self._say_last(error)
+        return False
+
+    # Requests
+
+    def _answer(self) -> None:
+        limits = self._limits
+        self._allow(limits.slow_s if self._unconfirmed else limits.idle_s, "a request")
+        header = self._channel.receive_header()
+        answer = self._answers.get(header.kind)
+        if answer is None:
+            raise FrameError(f"a {header.kind.name} frame where a request should be")
+        self._allow(limits.slow_s, "the rest of a request")
+        self._require_proof()
+        self.counters.requests += 1
+        try:
+            answer(header)
+        except FrameError:
+            raise
+        except KVServiceError as error:
+            self._allow(limits.slow_s, "room for an answer")
+            self._channel.send(Kind.ERROR, header.request, encode_error(error))
+
+    def _require_proof(self) -> None:
+        """Cut off who was let in once and would not be now."""
+        assert self._session is not None, "greeted"
+        if self._clock() - self._proved_s < self._limits.proof_s:
+            return
+        self._proved_s = self._clock()
+        if not self._is_current(self._session.principal):
+            raise FrameError(f"what proved {self._session.principal.name} is not in force any more; dial anew")
+
+    @property
+    def _node(self) -> HostSession:
+        assert self._session is not None, "greeted"
+        return self._session.host
+
+    def _register(self, identities: Sequence[str]) -> None:
+        self._allow(self._limits.host_s, "the node")
+        if identities:
+            self._node.register(list(identities))
+
+    def _reply(self, header: Header, kind: Kind, message: wire.PeerFound | wire.PeerCount | wire.PeerStored) -> None:
+        self._allow(self._limits.slow_s, "room for an answer")
+        self._channel.send(kind, header.request, message)
+
+    def _find(self, header: Header) -> None:
+        asked = self._channel.receive_message(header, wire.PeerFind())
+        limit = self._limits.find_queries_max
+        if len(asked.queries) > limit:
+            raise LimitError(f"{len(asked.queries)} segments in one question, the limit is {limit}; split it")
+        self._register(asked.identities)
+        queries = [decode_query(query) for query in asked.queries]
+        found = encode_found(self._node.find(queries, asked.lease_ttl_s, asked.wait_s))
+        if found.ByteSize() > MESSAGE_BYTES_MAX:
+            self._node.release([found.lease_id])
+            raise LimitError(f"{len(queries)} segments have too long an answer for one frame; split the question")
+        self._reply(header, Kind.FOUND, found)
+
+    def _fetch(self, header: Header) -> None:
+        asked = self._channel.receive_message(header, wire.PeerFetch())
+        if len(self._unconfirmed) >= self._limits.fetches_max or header.request in self._unconfirmed:
+            raise FrameError(f"{len(self._unconfirmed)} records were sent and not confirmed, or one twice")
+        self._register(asked.identities)
+        held = self._node.hold(decode_fetch(asked))
+        self._unconfirmed[header.request] = held
+        try:
+            self._send_record(header.request, held, asked.start)
+        except KVServiceError:
+            del self._unconfirmed[header.request]
+            held.release()
+            raise
+
+    def _send_record(self, request: int, held: Held, start: int) -> None:
+        at, total = start, held.record_bytes
+        if at >= total:
+            raise InvalidInputError(f"a record of {total} bytes was asked for from byte {at} on")
+        while at < total:
+            self._allow(self._limits.host_s, "the node")
+            end = held.wait(at)
+            for first, last in data_frames(at, end):
+                self._allow(self._limits.slow_s, "a slow reader")
+                self._channel.send_data(request, held.source, first, last)
+                self.counters.sent_bytes += last - first
+            at = end
+        self.counters.sent += 1
+
+    def _got(self, header: Header) -> None:
+        held = self._unconfirmed.pop(header.request, None)
+        if held is None:
+            raise FrameError(f"record {header.request} is confirmed, and was not sent")
+        held.release()
+
+    def _store(self, header: Header) -> None:
+        asked = self._channel.receive_message(header, wire.PeerStore())
+        self._register(asked.identities)
+        room = self._node.reserve(decode_store(asked))
+        if room is None:
+            self._channel.send(Kind.EXISTS, header.request)
+            return
+        try:
+            checksum = self._receive_record(header.request, room)
+        except BaseException:
+            self._node.abort(room)
+            raise
+        self._allow(self._limits.host_s, "the node")
+        generation = self._node.commit(room, checksum)
+        self.counters.taken += 1
+        self.counters.taken_bytes += len(room.view)
+        self._reply(header, Kind.STORED, wire.PeerStored(generation=generation))
+
+    def _receive_record(self, request: int, room: Room) -> int:
+        """Fill the room; the header's checksum that the other side commits with."""
+        channel, at, total = self._channel, 0, len(room.view)
+        self._allow(self._limits.slow_s, "a slow writer")
+        channel.send(Kind.GO, request)
+        while at < total:
+            self._allow(self._limits.slow_s, "a slow writer")
+            header = channel.receive_header()
+            end = at + header.payload_bytes
+            if header.kind is not Kind.DATA or header.request != request or end > total:
+                raise FrameError(
+                    f"a {header.kind.name} frame to byte {end} where data of a record of {total} should be"
+                )
+            for first, last in pieces_of(at, end):
+                channel.receive_piece(room.view[first:last])
+            at = end
+        self._allow(self._limits.slow_s, "a commit")
+        header = channel.receive_header()
+        if header.kind is not Kind.COMMIT or header.request != request:
+            raise FrameError(f"a {header.kind.name} frame where a commit should be")
+        return channel.receive_message(header, wire.PeerCommit()).header_checksum
+
+    def _delete(self, header: Header) -> None:
+        asked = self._channel.receive_message(header, wire.PeerDelete())
+        if asked.is_whole_namespace and asked.keys:
+            raise InvalidInputError("a delete names keys or a whole namespace, not both")
+        self._register(asked.identities)
+        keys = None if asked.is_whole_namespace else decode_keys(asked.keys)
+        count = self._node.delete(Namespace(asked.namespace), keys)
+        self._reply(header, Kind.COUNT, wire.PeerCount(count=count))
+
+    def _renew(self, header: Header) -> None:
+        asked = self._channel.receive_message(header, wire.PeerRenew())
+        self._allow(self._limits.host_s, "the node")
+        count = self._node.renew(list(asked.lease_ids), asked.lease_ttl_s)
+        self._reply(header, Kind.COUNT, wire.PeerCount(count=count))
+
+    def _release(self, header: Header) -> None:
+        asked = self._channel.receive_message(header, wire.PeerRelease())
+        self._allow(self._limits.host_s, "the node")
+        self._reply(header, Kind.COUNT, wire.PeerCount(count=self._node.release(list(asked.lease_ids))))
+
+    def _ping(self, header: Header) -> None:
+        if header.message_bytes:
+            raise FrameError("a ping says nothing")
+        self._channel.send(Kind.PONG, header.request, encode_facts(self._host.facts))
