@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from kvservice.model.cache import Tier
 from kvservice.model.errors import KVServiceError, UnavailableError, error_from_code
 from kvservice.model.lease import Lease
 from kvservice.model.plan import Location
@@ -43,7 +42,7 @@ class Arrivals:
         Raises CorruptError or DiskError if they never will be, UnavailableError when they are not in time, and what
         asking the node raises.
         """
-        if place.tier is not Tier.SSD:
+        if not place.is_arriving:
             return layers
         offset, deadline_s = place.extent.offset, self._clock() + timeout_s
         with self._lock:
@@ -51,8 +50,9 @@ class Arrivals:
                 if offset in self._errors:
                     raise self._errors[offset]
                 if self._clock() >= deadline_s:
+                    where = place.tier.name
                     raise UnavailableError(
-                        f"layer {layers - 1} of a record on SSD did not arrive within {timeout_s:g} s; recompute it"
+                        f"layer {layers - 1} of a record on {where} did not arrive within {timeout_s:g} s; recompute it"
                     )
                 self._ask()
             return self._layers[offset]

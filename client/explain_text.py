@@ -205,6 +205,13 @@ def _never_stored(explanation: Explanation, _: ExplainedSegment, __: int) -> str
     return f"never stored for this identity, as far as the service remembers ({_time(explanation.remembered_s)} back)"
 
 
+def _not_brought(_: Explanation, one: ExplainedSegment, __: int) -> str:
+    return (
+        f"another place had it and it did not arrive whole{_ago(one)}; the next lookup asks again, and the service's "
+        "log says which place failed and how"
+    )
+
+
 _TEXTS: dict[Reason, Text] = {
     Reason.FOUND: _found,
     Reason.WRONG_BYTES: _wrong_bytes,
@@ -223,6 +230,7 @@ _TEXTS: dict[Reason, Text] = {
     Reason.EMPTY_NAMESPACE: _empty_namespace,
     Reason.OTHER_LENGTHS: _other_lengths,
     Reason.NEVER_STORED: _never_stored,
+    Reason.NOT_BROUGHT: _not_brought,
 }
 
 

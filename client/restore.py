@@ -16,7 +16,7 @@ from kvservice.client.paged import PagedMemory, PagedSegment, Slots, check_moves
 from kvservice.client.plans import Plans, PromptPlan, RestoredSpan, span_of
 from kvservice.client.session import Session
 from kvservice.kernels.shapes import Target
-from kvservice.model.cache import CacheKind, Tier
+from kvservice.model.cache import CacheKind
 from kvservice.model.errors import (
     CorruptError,
     InvalidInputError,
@@ -107,7 +107,7 @@ class RecordBook:
         return reader
 
     def _wait_for_head(self, plan: PromptPlan, place: Location) -> None:
-        if place.tier is not Tier.SSD:
+        if not place.is_arriving:
             return
         lease = plan.plan.lease
         arrivals = self._arrivals.setdefault(lease.id, Arrivals(self._session, lease))

@@ -1,5 +1,5 @@
-"""The ``kvservice`` command: serve, demo, doctor, explain, plan, stats, top. Names
-both sides, imports each only when asked to.
+"""The ``kvservice`` command: serve, demo, doctor, drain, explain, members, plan, stats, top. Names both sides, imports
+each only when asked to.
 """
 
 import argparse
@@ -60,8 +60,20 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--http", default=f"127.0.0.1:{Settings().http_port}", metavar="HOST:PORT")
     add_plan_flags(plan)
     plan.set_defaults(run=_plan)
+    _add_admin_commands(commands)
     _add_client_commands(commands)
     return parser
+
+
+def _add_admin_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    drain = commands.add_parser("drain", help="have a node give away what only it has, before it is stopped")
+    drain.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="at most (60)")
+    drain.set_defaults(run=_drain)
+    members = commands.add_parser("members", help="the shared nodes, as a running node sees them")
+    members.add_argument("--json", action="store_true", help="the whole answer, for programs")
+    members.set_defaults(run=_members)
+    for parser in (drain, members):
+        parser.add_argument("--socket", default=str(Settings().socket_path), metavar="PATH", help="of the node")
 
 
 def _add_client_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -113,6 +125,7 @@ def _serve(parsed: argparse.Namespace) -> int:
     def announce(addresses: Addresses) -> None:
         line = f"kvservice {__version__}: unix:{addresses.socket}, gRPC port {addresses.grpc_port}, "
         line += f"HTTP port {addresses.http_port}, host arena {settings.host_bytes} bytes"
+        line += f", peer port {addresses.peer_port}" if addresses.peer_port else ""
         line += f", SSD {settings.ssd_folder} of {settings.ssd_bytes} bytes" if settings.ssd_folder else ", no SSD"
         print(line, flush=True)
 
@@ -161,6 +174,21 @@ def _plan(parsed: argparse.Namespace) -> int:
     except InvalidInputError as error:
         print(f"kvservice plan: {error}", file=sys.stderr)
         return 2
+
+
+def _drain(parsed: argparse.Namespace) -> int:
+    from kvservice.sharing.command import drain
+
+    status, text = drain(parsed.socket, parsed.timeout)
+    print(text)
+    return status
+
+
+def _members(parsed: argparse.Namespace) -> int:
+    from kvservice.sharing.command import members
+
+    print(members(parsed.socket, as_json=parsed.json))
+    return 0
 
 
 def _demo(parsed: argparse.Namespace) -> int:

@@ -24,17 +24,22 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from kvservice.access.admin import AdminSocket
+from kvservice.access.guard import Guard
+from kvservice.access.http_gate import http_gate
 from kvservice.building import build_node
 from kvservice.calls import CacheCalls
 from kvservice.config import Settings
 from kvservice.data_socket import DataSocket, remove_stale_socket
 from kvservice.model.errors import KVServiceError, UnavailableError
 from kvservice.model.limits import GRPC_OPTIONS
+from kvservice.network_rpc import NETWORK_CALLS_MAX, NETWORK_OPTIONS, NetworkServicer
 from kvservice.node import Node
 from kvservice.page.families_document import families_of
 from kvservice.page.http import add_page
 from kvservice.planning.measuring import curves_of, plan_of
 from kvservice.rpc import add_to_server
+from kvservice.sharing.network import Network
 from kvservice.stats.document import NodeDocument
 from kvservice.stats.explain_http import add_explain
 from kvservice.stats.host_check import host_check
@@ -58,10 +63,12 @@ class Addresses:
     socket: str
     grpc_port: int
     http_port: int
+    peer_port: int = 0
 
 
-def build_application(node: Node, host: str = "127.0.0.1") -> web.Application:
-    """All that a node answers over HTTP at ``host``: its numbers, and the page that shows them."""
+def build_application(node: Node, host: str = "127.0.0.1", guard: Guard | None = None) -> web.Application:
+    """All that a node answers over HTTP at ``host``: its numbers, and the page that shows them; to whom ``guard`` lets
+    in."""
     answers: dict[str, Answer] = {
         "/plan": partial(plan_of, node),
         "/curves": partial(curves_of, node),
@@ -69,6 +76,8 @@ def build_application(node: Node, host: str = "127.0.0.1") -> web.Application:
     }
     application = build_http(node.stats_document, answers)
     application.middlewares.append(host_check(host))
+    if guard is not None and guard.asks_callers:
+        application.middlewares.append(http_gate(guard.gate, is_local=guard.is_local))
     add_explain(application, node)
     add_log(application, node)
     add_page(application)
@@ -80,11 +89,19 @@ class NodeServers:
 
     def __init__(self, settings: Settings, *, owns_process: bool = False) -> None:
         self._settings = settings
+        self.guard = Guard(settings)
         self._built = build_node(settings, str(settings.data_socket_path), owns_process=owns_process)
         self._node, self._arena = self._built.node, self._built.arena
+        self.guard.attach(self._node)
         self._calls = CacheCalls(self._node)
-        self._data = DataSocket(settings.data_socket_path, self._arena.bytes, self._calls, self._open_descriptor)
+        path, buckets = settings.data_socket_path, self.guard.gate.buckets
+        self._data = DataSocket(path, self._arena.bytes, self._calls, self._open_descriptor, buckets)
+        self.admin = AdminSocket(settings.admin_socket_path, self._node, self.guard)
+        self.peers = Network(settings, self._built, self.guard)
+        self.admin.add("drain", self.peers.drain_verb)
+        self.admin.add("members", self.peers.members_verb, method="GET")
         self._grpc = grpc.aio.server(options=GRPC_OPTIONS)
+        self._network: grpc.aio.Server | None = None
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # set by the package at import
         self._http: web.AppRunner | None = None
 
@@ -98,27 +115,35 @@ class NodeServers:
 
     async def _start(self) -> Addresses:
         self._node.start()
+        self.guard.start()
         self._data.start()
+        await self.admin.start()
+        await self.peers.open()
         grpc_port = await self._start_grpc()
         http_port = await self._start_http()
         await self._health.set(SERVICE_NAME, health_pb2.HealthCheckResponse.SERVING)
         await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
-        return Addresses(str(self._settings.socket_path), grpc_port, http_port)
+        return Addresses(str(self._settings.socket_path), grpc_port, http_port, self.peers.port)
 
     async def stop(self) -> None:
         """Close in the opposite order; sessions end, and with them all that they hold. Safe to call twice."""
         await self._health.enter_graceful_shutdown()
         await self._grpc.stop(STOP_GRACE_S)
+        if self._network is not None:
+            await self._network.stop(STOP_GRACE_S)
         if self._http is not None:
             await self._http.cleanup()
+        await self.admin.stop()
         await self._data.stop()
+        await self.peers.close()
+        await self.guard.stop()
         try:
             await self._node.stop()
         finally:
             self._built.close()
 
     async def _start_grpc(self) -> int:
-        add_to_server(self._calls, self._grpc)
+        add_to_server(self._calls, self._grpc, self.guard.gate)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._grpc)
@@ -129,18 +154,37 @@ class NodeServers:
             self._grpc.add_insecure_port(f"unix:{path}")
         finally:
             os.umask(mask)
-        port = 0
-        if self._settings.grpc_port >= 0:
-            port = self._grpc.add_insecure_port(f"{self._settings.host}:{self._settings.grpc_port}")
+        port, address = 0, f"{self._settings.host}:{self._settings.grpc_port}"
+        if self._settings.grpc_port >= 0 and self.guard.asks_callers:
+            port = await self._start_network(address)
+        elif self._settings.grpc_port >= 0:
+            port = self._grpc.add_insecure_port(address)
         await self._grpc.start()
+        return port
+
+    async def _start_network(self, address: str) -> int:
+        """A server of its own for callers that are asked who they are."""
+        calls_max = self._settings.sessions_max + NETWORK_CALLS_MAX
+        self._network = server = grpc.aio.server(options=NETWORK_OPTIONS, maximum_concurrent_rpcs=calls_max)
+        NetworkServicer(self._calls, self.guard.gate, is_local=self.guard.is_local).add_to(server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        certificates = self.guard.certificates
+        if certificates is None:
+            port = server.add_insecure_port(address)
+        else:
+            port = server.add_secure_port(address, certificates.grpc_credentials())
+        await server.start()
         return port
 
     async def _start_http(self) -> int:
         if self._settings.http_port < 0:
             return 0
-        self._http = web.AppRunner(build_application(self._node, self._settings.host), access_log=None)
+        application = build_application(self._node, self._settings.host, self.guard)
+        self._http = web.AppRunner(application, access_log=None)
         await self._http.setup()
-        site = web.TCPSite(self._http, self._settings.host, self._settings.http_port)
+        certificates = self.guard.certificates
+        context = None if certificates is None else certificates.server_context()
+        site = web.TCPSite(self._http, self._settings.host, self._settings.http_port, ssl_context=context)
         await site.start()
         address = self._http.addresses[0]
         return int(address[1])
@@ -150,10 +194,12 @@ class NodeServers:
 
 
 async def serve(settings: Settings, announce: Callable[[Addresses], None]) -> None:
-    """Run a node until SIGTERM or SIGINT. ``announce`` is called once it is healthy."""
+    """Run a node until SIGTERM or SIGINT; SIGHUP has it read its access file and certificates again. ``announce`` is
+    called once it is healthy."""
     servers, stop = NodeServers(settings, owns_process=True), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, servers.guard.reload)
     announce(await servers.start())
     await stop.wait()
     await servers.stop()
@@ -251,17 +297,27 @@ class LocalNode:
         self._settings = settings
 
     def __enter__(self) -> Self:
+        guard = Guard(self._settings)
         self._built = build_node(self._settings, "")
+        guard.attach(self._built.node)
         self._node, self._arena = self._built.node, self._built.arena
         self._calls = CacheCalls(self._node)
         self._thread = LoopThread("kvservice-local")
         self._thread.run(_on_loop(self._node.start))
+        self._thread.run(_on_loop(self._node.allocation.room.enforce_all))
+        self.peers = Network(self._settings, self._built, guard)
+        try:
+            self._thread.run(self.peers.open())
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
+            self._thread.run(self.peers.close())
             self._thread.run(self._node.stop())
         finally:
             self._thread.close()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kvservice.caches import Cache
 from kvservice.config import Settings
-from kvservice.curves.scopes import curve_limits
+from kvservice.curves.bounds import curve_limits
 from kvservice.killpoints import Killer, KillPoint
 from kvservice.node import Node, NodeLimits
 from kvservice.orders import LOAD_RATES, Orders

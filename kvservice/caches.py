@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 from kvservice.limits import ANGLE_MAX
 from kvservice.model.cache import CacheKind, CacheMeta, Extent
@@ -33,6 +34,15 @@ class VerifiedRecord:
 
     meta: CacheMeta
     extent: Extent
+    generation: int
+    prefill_s: float = 0.0
+
+
+class SaidRecord(NamedTuple):
+    """What is known of a record before its bytes are here. ``prefill_s`` as in VerifiedRecord."""
+
+    meta: CacheMeta
+    record_bytes: int
     generation: int
     prefill_s: float = 0.0
 

@@ -2,14 +2,16 @@
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from kvservice import __version__
+from kvservice.access.principal import LOCAL, Principal
 from kvservice.accounting import place_of
 from kvservice.caches import Cache
 from kvservice.curves.events import Missing
-from kvservice.curves.scopes import NOTHING
+from kvservice.curves.records import SEEN_MASK
+from kvservice.curves.watching import NOTHING
 from kvservice.explaining import SpaceExplainer, space_to_explain
 from kvservice.leases import Grant
 from kvservice.loads import Load
@@ -28,7 +30,9 @@ from kvservice.store import Reservation, WriteRequest
 from kvservice.wire.v1 import cache_pb2 as wire
 
 HIT, MISS, CORRUPT = int(Outcome.HIT), int(Outcome.MISS), int(Outcome.CORRUPT)
-HOST, SSD = int(Tier.HOST), int(Tier.SSD)
+HOST = int(Tier.HOST)
+TIERS = (HOST, int(Tier.SSD), int(Tier.REMOTE))
+"""By where bytes come from: see ``kvservice.lookup``."""
 
 
 class CacheCalls:
@@ -59,10 +63,10 @@ class CacheCalls:
 
     # Session
 
-    def open_session(self, hello: wire.Hello) -> wire.Welcome:
-        """Open a session. Whoever calls this must call ``close_session``, whatever happens."""
-        node = self.node
-        session = node.open_session(hello.client_name, list(hello.identities), may_write=hello.wants_write)
+    def open_session(self, hello: wire.Hello, principal: Principal = LOCAL) -> wire.Welcome:
+        """Open a session of ``principal``. Whoever calls this must call ``close_session``, whatever happens."""
+        node, names = self.node, list(hello.identities)
+        session = node.open_session(hello.client_name, names, may_write=hello.wants_write, principal=principal)
         limits = node.limits
         return wire.Welcome(
             session_id=session.id,
@@ -99,6 +103,9 @@ class CacheCalls:
         total, limit = sum(len(prompt.segments) for prompt in request.prompts), node.limits.lookup_segments_max
         if total > limit:
             raise LimitError(f"a lookup of {total} segments, the limit is {limit}; split it")
+        if node.sharing is not None:
+            await node.sharing.bring(session, request.prompts)
+            session = self._session(request.session)  # it may have ended meanwhile
         reply = wire.LookupReply()
         grant = node.grant(session, request.lease_ttl_s)
         node.counters.lookups.asked += total
@@ -149,7 +156,8 @@ class CacheCalls:
         if space is not None:
             reply.pinned_reason = space.pinned_reason
             watch = node.curves.note_asked(space, len(prompt.segments))
-        below, known, log, ledger = watch.below, watch.known, node.request_log, node.accounts.of(space)
+        below, known, seen = watch.below, watch.known, watch.seen
+        log, ledger = node.request_log, node.accounts.of(space)
         segments, tokens = ledger.segments, ledger.tokens
         if log is not None:
             log.begin(space, grant.id)
@@ -159,7 +167,7 @@ class CacheCalls:
             if segment < below and space is not None:  # a comparison of 30 ns, and of few segments more
                 if finding.cache is not None:
                     events.append(finding.cache)
-                elif segment in known:
+                elif seen[hash(segment) & SEEN_MASK] and segment in known:
                     events.append(Missing.of(space, segment, asked, finding))
                 else:
                     strangers += 1
@@ -207,6 +215,8 @@ class CacheCalls:
         self._check_items("a commit", len(request.items))
         items = [(item.reservation_id, item.header_checksum) for item in request.items]
         outcomes = await self.node.commit(session, items)
+        if self.node.sharing is not None:
+            await self.node.sharing.note_committed(one for one in outcomes if isinstance(one, Cache))
         return wire.CommitReply(outcomes=[_encode_committed(outcome) for outcome in outcomes])
 
     async def abort(self, request: wire.AbortRequest) -> wire.AbortReply:
@@ -252,8 +262,13 @@ class CacheCalls:
 
     async def delete(self, request: wire.DeleteRequest) -> wire.DeleteReply:
         """Delete caches."""
-        keys = [_decode_key(key) for key in request.keys]
-        return wire.DeleteReply(deleted=await self.node.delete(self._session(request.session), keys, request.namespace))
+        session, keys = self._session(request.session), [_decode_key(key) for key in request.keys]
+        deleted = await self.node.delete(session, keys, request.namespace)
+        sharing = self.node.sharing
+        if sharing is not None:
+            spaces = [session.space(request.namespace)] if request.namespace else list(session.spaces.values())
+            await sharing.delete(spaces, None if request.namespace else keys)
+        return wire.DeleteReply(deleted=deleted)
 
     async def verify(self, request: wire.VerifyRequest) -> wire.VerifyReply:
         """Look at the bytes of caches anew."""
@@ -345,7 +360,7 @@ def _encode_arrival(load: Load) -> wire.Arrival:
     return wire.Arrival(offset=load.offset, layers=load.layers, error=error)
 
 
-def _encode_finding(finding: Finding, reply: wire.SegmentReply, arriving: set[Cache]) -> None:
+def _encode_finding(finding: Finding, reply: wire.SegmentReply, arriving: Mapping[Cache, Load]) -> None:
     cache = finding.cache
     reply.affinity = finding.affinity
     if cache is None:
@@ -363,8 +378,8 @@ def _encode_finding(finding: Finding, reply: wire.SegmentReply, arriving: set[Ca
         _encode_location(cache.master, reply.master, arriving)
 
 
-def _encode_location(cache: Cache, location: wire.Location, arriving: set[Cache]) -> None:
-    location.tier = SSD if cache in arriving else HOST
+def _encode_location(cache: Cache, location: wire.Location, arriving: Mapping[Cache, Load]) -> None:
+    location.tier = TIERS[arriving[cache].source] if cache in arriving else HOST
     location.generation = cache.generation
     extent = location.extent
     extent.offset = cache.offset

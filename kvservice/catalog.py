@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple
 
-from kvservice.caches import NOWHERE, Cache, Family, Group, Space, VerifiedRecord, group_of
+from kvservice.caches import NOWHERE, Cache, Family, Group, SaidRecord, Space, VerifiedRecord, group_of
 from kvservice.departures import Gone
+from kvservice.loads import Load
 from kvservice.model.cache import Extent
 from kvservice.model.identity import Identity, Namespace
 from kvservice.model.segment import SegmentId
@@ -71,7 +72,7 @@ class Catalog:
         self.held: dict[Cache, bool] = {}
         self.superseded = Superseded()
         self.condemned: set[Cache] = set()
-        self.arriving: set[Cache] = set()
+        self.arriving: dict[Cache, Load] = {}
         self.orders = orders
         self.totals = Totals()
         self.tenants = TenantTotals(self.totals)
@@ -110,14 +111,26 @@ class Catalog:
 
     def publish(self, space: Space, record: VerifiedRecord, master: Cache | None = None) -> Cache:
         """Make a verified record visible: at the head of a group of its own, or as a mirror of ``master``."""
-        cache = Cache(self._family(space, record.meta.key.segment, record.meta.tokens), record.meta,
-                      record.extent.length, record.generation, record.prefill_s)  # fmt: skip
-        self._show(cache)
-        self._join_group(cache, master)
-        self.set_host(cache, record.extent.offset)
+        extent = record.extent
+        cache = self.adopt(space, SaidRecord(record.meta, extent.length, record.generation, record.prefill_s), master)
+        self.set_host(cache, extent.offset)
         if master is not None and not master.holds:
             self.orders.settle(master, is_used=True)
         return cache
+
+    def adopt(self, space: Space, said: SaidRecord, master: Cache | None = None) -> Cache:
+        """A cache that is visible and in no tier yet; whoever brings its record holds it until ``set_host``."""
+        meta = said.meta
+        family = self._family(space, meta.key.segment, meta.tokens)
+        cache = Cache(family, meta, said.record_bytes, said.generation, said.prefill_s)
+        self._show(cache)
+        self._join_group(cache, master)
+        return cache
+
+    def give_up(self, cache: Cache) -> None:
+        """Take an adopted cache, whose record was not brought, out of sight as if it had never been there."""
+        self._hide(cache)
+        self._settle(cache)
 
     def restore(self, space: Space, entry: SsdEntry, master: Cache | None = None) -> Cache:
         """A record that was found on the slab at the start. One that was deleted comes back hidden: see ``settle``."""
@@ -324,14 +337,15 @@ class Catalog:
         for head in self.held:
             yield from (cache.extent for cache in head.members() if cache.is_on_host)
 
-    def evict_host(self) -> Evicted | None:
-        """Free the host copies of the group worth least; None if every group is held. What is on no slab is lost."""
-        head = self.orders.pop_host()
+    def evict_host(self, orders: Orders | None = None) -> Evicted | None:
+        """Free the host copies of the group worth least, of ``orders`` or of all; None if all are held. What is on no
+        slab is lost."""
+        head = (orders or self.orders).pop_host()
         return None if head is None else self._evict(head, _on_host, _on_ssd, self.drop_host, Gone.EVICTED)
 
-    def evict_ssd(self) -> Evicted | None:
+    def evict_ssd(self, orders: Orders | None = None) -> Evicted | None:
         """Free the copies on the slab of the group worth least; None if every group is held."""
-        head = self.orders.pop_ssd()
+        head = (orders or self.orders).pop_ssd()
         return None if head is None else self._evict(head, _on_ssd, _on_host, self.drop_ssd, Gone.EVICTED_FROM_SSD)
 
     def _evict(

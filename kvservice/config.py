@@ -23,6 +23,8 @@ _SHOWN_CHARS_MAX = 40
 SIZE_BYTES_LIMIT = 1 << 63
 """Offsets into files are signed 64-bit numbers."""
 PAGE_BYTES = 4096
+_SHARED = re.compile(r"(dns:|flight://)?(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+):[0-9]{1,5}|srv:[A-Za-z0-9._-]+")
+_NAME = re.compile(r"[A-Za-z0-9._-]{0,64}")
 
 
 def _why(text: str) -> dict[str, str]:
@@ -44,7 +46,7 @@ class Settings:
     )
     host: str = field(
         default="127.0.0.1",
-        metadata=_why("address of gRPC and HTTP; only loopback, since nothing here is authenticated"),
+        metadata=_why("address of gRPC and HTTP; another than loopback needs tls_cert, tls_key and access_file"),
     )
     grpc_port: int = field(
         default=50151, metadata=_why("TCP port of the control plane; 0 takes any free one, -1 opens none")
@@ -52,6 +54,85 @@ class Settings:
     http_port: int = field(
         default=50152,
         metadata=_why("TCP port of the page, /metrics, /stats, /plan and others; 0 takes any free one, -1 opens none"),
+    )
+    tls_cert: str = field(
+        default="", metadata=_why("PEM file of the certificate of gRPC, HTTP and peer ports; empty: they are plaintext")
+    )
+    tls_key: str = field(default="", metadata=_why("PEM file of its private key, readable by this user only"))
+    tls_client_ca: str = field(
+        default="",
+        metadata=_why("PEM file of the authority that callers' certificates are of; set: callers must have one"),
+    )
+    access_file: str = field(
+        default="",
+        metadata=_why("TOML file of who may call, for which tenants, and of tenants' quotas; read again when changed"),
+    )
+    insecure_plaintext: bool = field(
+        default=False,
+        metadata=_why(
+            "listen beyond loopback without TLS: everyone on the way reads and changes tokens, prompts' digests and "
+            "cached bytes, and without access_file everyone who reaches the port may read and delete all"
+        ),
+    )
+    node_name: str = field(
+        default="", metadata=_why("what this node is called in messages and metrics; empty: the host's name")
+    )
+    state_folder: str = field(
+        default="",
+        metadata=_why("folder of the node's uuid, one node a folder; empty: ssd_folder, or made anew at every start"),
+    )
+    peer_port: int = field(
+        default=-1, metadata=_why("TCP port on which other nodes fetch and store records; 0 takes any, -1 opens none")
+    )
+    flight_port: int = field(
+        default=-1,
+        metadata=_why(
+            "TCP port of the same over Arrow Flight, where only gRPC gets through; 0 takes any, -1 opens none"
+        ),
+    )
+    peer_host: str = field(
+        default="",
+        metadata=_why(
+            "address of the peer and Flight ports, and what others are told to call; empty: that of setting host"
+        ),
+    )
+    peer_token_file: str = field(
+        default="", metadata=_why("file with the token that this node shows other nodes; empty: it shows none")
+    )
+    shared: str = field(
+        default="",
+        metadata=_why(
+            "shared nodes, asked for what is not here: host:port,..., flight://host:port, dns:name:port or srv:name"
+        ),
+    )
+    etcd: str = field(
+        default="",
+        metadata=_why("URL of the etcd that keeps the members, instead of shared; a node with a peer port registers"),
+    )
+    member_grace_s: float = field(
+        default=60.0, metadata=_why("how long a shared node that is away keeps its segments before others own them")
+    )
+    member_warm_s: float = field(
+        default=120.0, metadata=_why("over how long a shared node that comes empty takes its share of the segments")
+    )
+    replicas: int = field(default=1, metadata=_why("shared nodes that keep a copy of each cache: its owners"))
+    push: str = field(
+        default="back",
+        metadata=_why("what is stored goes to its owner: back (soon after), through (before a commit returns) or off"),
+    )
+    peer_deadline_s: float = field(
+        default=1.0, metadata=_why("how long a shared node may take to answer before what it has counts as missing")
+    )
+    is_load_gated: bool = field(
+        default=True,
+        metadata=_why("leave where it is what an engine computes sooner, by measured speeds, than it would come"),
+    )
+    cold: str = field(
+        default="",
+        metadata=_why("URL of cold storage behind all nodes: s3://, file://, redis://, mooncake://; empty: none"),
+    )
+    cold_deadline_s: float = field(
+        default=3.0, metadata=_why("how long cold storage may take to answer before what it has counts as missing")
     )
     host_bytes: int = field(default=GIB, metadata=_why("size of the host arena, taken from shared memory at boot"))
     is_prefaulted: bool = field(
@@ -63,7 +144,7 @@ class Settings:
     )
     staging_bytes: int = field(
         default=0,
-        metadata=_why("part of the arena that only loads from SSD use; 0: an eighth of host_bytes if there is an SSD"),
+        metadata=_why("part of the arena that only loads use; 0: an eighth of it with an SSD or another place"),
     )
     ssd_folder: str = field(default="", metadata=_why("folder of the SSD tier, one service a folder; empty: no tier"))
     ssd_bytes: int = field(
@@ -92,7 +173,7 @@ class Settings:
     curve_records: int = field(
         default=8192,
         metadata=_why(
-            "caches that are watched for /curves and /plan, 700 bytes each and a part of it a tenant; 0: none"
+            "caches that are watched for /curves and /plan, 125 bytes each and a part of it a tenant; 0: none"
         ),
     )
     log_segments: int = field(
@@ -108,6 +189,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         self._check_addresses()
+        self._check_security()
+        self._check_peers()
         _check(self.host_bytes >= MIB, "host_bytes", self.host_bytes, "at least 1MiB")
         self._check_ssd()
         _check(0 < self.lease_ttl_s <= 600, "lease_ttl_s", self.lease_ttl_s, "above 0 and at most 600 seconds")
@@ -131,20 +214,70 @@ class Settings:
         _check(0 <= self.flush_s <= 3600, "flush_s", self.flush_s, "0 to 3600 seconds")
 
     def _check_addresses(self) -> None:
-        for name in ("grpc_port", "http_port"):
+        for name in ("grpc_port", "http_port", "peer_port", "flight_port"):
             port = getattr(self, name)
             _check(-1 <= port <= _PORT_MAX, name, port, f"-1 to {_PORT_MAX}")
-        try:
-            is_loopback = self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            is_loopback = False
-        _check(is_loopback, "host", self.host, "a loopback address: the service does not authenticate its callers")
+        for name in ("host", "peer_host"):
+            host = getattr(self, name)
+            is_address = is_loopback(host) or _is_address(host) or (name == "peer_host" and not host)
+            _check(is_address, name, host, "an address of this machine, such as 127.0.0.1 or 0.0.0.0")
+
+    def _check_security(self) -> None:
+        """Who is not on this machine must prove who he is, and nobody may listen on the way."""
+        has_both = bool(self.tls_cert) == bool(self.tls_key)
+        _check(has_both, "tls_key", self.tls_key, "given together with tls_cert")
+        needs = "given together with tls_cert and tls_key: without TLS no certificate is shown"
+        _check(self.is_tls or not self.tls_client_ca, "tls_client_ca", self.tls_client_ca, needs)
+        is_guarded = self.insecure_plaintext or (self.is_tls and bool(self.access_file))
+        hosts = [("host", self.host)] if self.grpc_port >= 0 or self.http_port >= 0 else []
+        hosts += [("peer_host", self.peer_address)] if self.peer_port >= 0 or self.flight_port >= 0 else []
+        rule = (
+            "a loopback address, or else set tls_cert, tls_key and access_file (or insecure_plaintext, whose help says "
+            "what that gives up)"
+        )
+        for name, host in hosts:
+            _check(is_guarded or is_loopback(host), name, host, rule)
+        is_open = self.flight_port >= 0 and not is_loopback(self.peer_address)
+        rule = "-1 beyond loopback without tls_client_ca: gRPC takes a stranger's message of any length before it asks"
+        _check(
+            not is_open or bool(self.tls_client_ca) or self.insecure_plaintext, "flight_port", self.flight_port, rule
+        )
+
+    def _check_peers(self) -> None:
+        _check(1 <= self.replicas <= 8, "replicas", self.replicas, "1 to 8")
+        _check(self.push in ("back", "through", "off"), "push", self.push, "back, through or off")
+        for name in ("peer_deadline_s", "cold_deadline_s"):
+            _check(0 < getattr(self, name) <= 60, name, getattr(self, name), "above 0 and at most 60 s")
+        is_url = not self.etcd or re.fullmatch(r"https?://\S+", self.etcd)
+        _check(bool(is_url), "etcd", self.etcd, "a URL such as https://etcd.example:2379")
+        is_cold = not self.cold or re.match(r"[a-z][a-z0-9+.-]*:", self.cold)
+        _check(bool(is_cold), "cold", self.cold, "a URL such as s3://bucket/prefix")
+        _check(
+            not (self.shared and self.etcd), "shared", self.shared, "left out with setting etcd, which lists the nodes"
+        )
+        for one in self.shared.split(",") if self.shared else ():
+            rule = "host:port,flight://host:port, or dns:name:port, or srv:name"
+            _check(bool(_SHARED.fullmatch(one.strip())), "shared", self.shared, rule)
+        for name in ("member_grace_s", "member_warm_s"):
+            _check(0 < getattr(self, name) <= 86400, name, getattr(self, name), "above 0 and at most 86400 seconds")
+        _check(_NAME.fullmatch(self.node_name) is not None, "node_name", self.node_name, "letters, digits, . _ and -")
+
+    @property
+    def is_tls(self) -> bool:
+        """Do the network's ports speak TLS?"""
+        return bool(self.tls_cert)
+
+    @property
+    def peer_address(self) -> str:
+        """The address that the peer port is opened at."""
+        return self.peer_host or self.host
 
     @property
     def staged_bytes(self) -> int:
         """Bytes of the arena that only loads from SSD use."""
         share = self.host_bytes // 8 // PAGE_BYTES * PAGE_BYTES
-        return self.staging_bytes or (share if self.ssd_folder else 0)
+        brings = self.ssd_folder or self.shared or self.etcd or self.cold
+        return self.staging_bytes or (share if brings else 0)
 
     @property
     def socket_path(self) -> Path:
@@ -152,9 +285,27 @@ class Settings:
         return Path(self.socket) if self.socket else _runtime_folder() / "kvservice.sock"
 
     @property
+    def admin_socket_path(self) -> Path:
+        """Where the socket of the admin verbs lies: beside the control plane's."""
+        return self.socket_path.with_name(self.socket_path.name + ".admin")
+
+    @property
     def data_socket_path(self) -> Path:
         """Where the socket that hands over the arena lies: beside the control plane's."""
         return self.socket_path.with_name(self.socket_path.name + ".data")
+
+
+def is_loopback(host: str) -> bool:
+    """True for ``localhost`` and addresses of this machine alone."""
+    return host == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def _check(holds: bool, name: str, value: object, rule: str) -> None:

@@ -30,6 +30,8 @@ class Gone(enum.IntEnum):
     QUARANTINED = 4
     REFUSED = 5
     """A write failed; ``detail``: the error's place in CODES."""
+    NOT_BROUGHT = 6
+    """Another place had it, and it did not arrive whole."""
 
 
 class Departure(NamedTuple):

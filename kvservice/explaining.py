@@ -56,6 +56,7 @@ _DEPARTURES = {
     Gone.DELETED: Reason.DELETED,
     Gone.QUARANTINED: Reason.QUARANTINED,
     Gone.REFUSED: Reason.REFUSED,
+    Gone.NOT_BROUGHT: Reason.NOT_BROUGHT,
 }
 
 

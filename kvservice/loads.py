@@ -1,4 +1,4 @@
-"""Records on their way from SSD into the arena, and the feeds in which leases hear of them. State only, the loop's."""
+"""Records on their way into the arena, and the feeds in which leases hear of them. State only, the loop's."""
 
 import asyncio
 from collections.abc import Iterable
@@ -12,15 +12,16 @@ AWAIT_S_MAX = 5.0
 
 
 class Load:
-    """One record on its way. ``layers``: how many have arrived and are right.
+    """One record on its way from ``source`` (``kvservice.lookup``). ``layers``: how many have arrived and are right.
 
     ``over``: set when no more will, see ``error``. ``feeds``: who is told of every step.
     """
 
-    __slots__ = ("cache", "error", "feeds", "layers", "offset", "over", "turn")
+    __slots__ = ("cache", "error", "feeds", "layers", "offset", "over", "source", "turn")
 
-    def __init__(self, cache: Cache, turn: int = 0) -> None:
+    def __init__(self, cache: Cache, source: int, turn: int = 0) -> None:
         self.cache = cache
+        self.source = source
         self.turn = turn
         self.offset = cache.offset
         self.layers = 0

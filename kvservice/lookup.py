@@ -12,6 +12,8 @@ from kvservice.model.plan import Match, MissReason
 from kvservice.model.segment import EXACT, MARK_BYTES, PRECEDING_MAX, ContextId
 
 MARKS_BYTES_MAX = MARK_BYTES * PRECEDING_MAX
+FROM_HOST, FROM_SSD, FROM_REMOTE = range(3)
+"""Where bytes come from, the nearest first; plain numbers, for a lookup comes here for every segment."""
 
 
 class Asked(Protocol):
@@ -39,13 +41,13 @@ class Asked(Protocol):
 
 
 class Finding(NamedTuple):
-    """The cache that answers, or why none does. ``is_from_ssd``: some of its bytes have to be read first."""
+    """The cache that answers, or why none does. ``source``: where the farthest of its bytes have to come from."""
 
     cache: Cache | None
     match: Match
     miss_reason: MissReason
     affinity: int
-    is_from_ssd: bool = False
+    source: int = FROM_HOST
 
 
 def _miss(reason: MissReason, affinity: int = 0) -> Finding:
@@ -103,6 +105,11 @@ def _find_shifted(family: Family, asked: Asked, marks: bytes, is_pinned: bool, c
 
 def _rank(cache: Cache, position: int) -> tuple[bool, bool, bool, bytes]:
     return cache.provenance != EXACT, cache.master is not None, cache.position != position, cache.context
+
+
+def affinity_of(ours: bytes, theirs: bytes) -> int:
+    """How many segments right before two segments agree, given their marks."""
+    return len(_agreed(ours, theirs, 0)) // MARK_BYTES
 
 
 def _agreed(ours: bytes, theirs: bytes, at: int) -> bytes:

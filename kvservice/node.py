@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from kvservice import __version__
+from kvservice.access.principal import LOCAL, Principal
 from kvservice.accounting import Accounts
 from kvservice.allocation import Allocation
-from kvservice.caches import Cache, Space, VerifiedRecord
+from kvservice.answering import Answering
+from kvservice.caches import Cache, VerifiedRecord
 from kvservice.catalog import Catalog, Freed, Removal
 from kvservice.curves.scopes import CurveLimits, Curves
 from kvservice.departures import Departures, Gone
@@ -24,19 +26,21 @@ from kvservice.killpoints import Killer
 from kvservice.leases import Grant, Leases
 from kvservice.limits import NodeLimits
 from kvservice.loads import AWAIT_S_MAX, Feed
-from kvservice.lookup import CORRUPT, NO_ROOM, UNKNOWN_NAMESPACE, Asked, Finding, find
 from kvservice.model.errors import InvalidInputError, KVServiceError, LeaseExpiredError
 from kvservice.model.identity import Namespace
 from kvservice.model.lease import BootEpoch, SessionId
 from kvservice.model.plan import Outcome
-from kvservice.model.segment import CacheKey, SegmentId
+from kvservice.model.segment import CacheKey
 from kvservice.orders import LOAD_RATES, Orders
 from kvservice.request_log import RequestLog
 from kvservice.scrubbing import Scrubber
 from kvservice.sessions import Session, Sessions
+from kvservice.sharing.place import Directory
+from kvservice.sharing.sharing import Sharing
 from kvservice.ssd import Ssd, SsdPolicy, Workers
 from kvservice.stats.counters import Counters
 from kvservice.stats.document import NodeDocument
+from kvservice.stats.sharing_document import NetworkDocument, nobody
 from kvservice.storage.disk import Disk
 from kvservice.storage.eviction import ValueOrder
 from kvservice.storage.host_tier import HostTier
@@ -79,17 +83,22 @@ class Node:
         self.limits = limits
         self.counters = Counters()
         self.ssd: Ssd | None = None
+        self.sharing: Sharing | None = None
+        self.describe_network: Callable[[], NetworkDocument] = nobody
         freed = Freed(tier.free, self._erase, tier.staging_offset)
         self.departures = Departures(clock, self.limits.departures_max)
         orders = orders or Orders(ValueOrder(), ValueOrder(), LOAD_RATES)
         self.catalog = Catalog(freed, orders, self._note_gone)
         limits_of_curves, granularity = curve_limits or CurveLimits(), tier.allocator.granularity
-        self.accounts = Accounts(clock)
+        self.accounts = Accounts()
+        self.recent = self.counters.recent(clock, limits_of_curves.half_life_s)
         self.request_log: RequestLog | None = None
         self.curves = Curves(limits_of_curves, clock, tier.capacity_bytes, orders.kind, orders.rates, granularity)
         self.allocation = Allocation(tier, self.catalog, self.limits, self.counters)
         self.sessions = Sessions(self.catalog, self.boot_epoch, self.limits)
         self.leases = Leases(self.catalog, self.boot_epoch, self.limits, self.counters)
+        self.answering = Answering(self.catalog, self.leases, self.limits)
+        self.answer = self.answering.answer
         self.store = Store(self.catalog, self.allocation, self.limits, self.counters)
         self.worker = worker or ThreadWorker(worker_threads)
         self.scrubber = Scrubber(None, None, self.catalog, tier, self.worker, None, self.counters)
@@ -120,9 +129,27 @@ class Node:
             self._clock,
             workers,
         )
+        self.answering.ssd = self.ssd
         self.curves.simulate_ssd(opened.slab.capacity_bytes)
         self.scrubber = self.ssd.scrubber
         self.departures.why_not_on_ssd = partial(why_not_on_ssd, self.ssd)
+
+    def share(self, directory: Directory, push: str = "back", *, is_gated: bool = True) -> None:
+        """Bring what other places hold, and give away what is new. The node closes the places."""
+        assert self.sharing is None, "a node shares with one directory"
+        self.sharing = self.answering.sharing = Sharing(
+            directory,
+            self.catalog,
+            self.allocation,
+            self.limits,
+            self.counters,
+            self._clock,
+            self._note_here,
+            push,
+            is_gated=is_gated,
+        )
+        if self._tasks:
+            self.sharing.start()
 
     def _note_gone(self, cache: Cache, why: Gone) -> None:
         self.departures.note_gone(cache, why)
@@ -130,6 +157,12 @@ class Node:
             self.curves.note_deleted(cache)
 
     def _note_published(self, cache: Cache) -> None:
+        self._note_here(cache)
+        if self.sharing is not None:
+            self.sharing.note_published(cache)
+
+    def _note_here(self, cache: Cache) -> None:
+        """A cache is new in memory, made by a client or brought from elsewhere."""
         self.curves.note_stored(cache)
         if self.ssd is not None:
             self.ssd.note_published(cache)
@@ -147,6 +180,8 @@ class Node:
             self.accounts.note_restored(self.catalog.spaces.values())
             if self.heap is not None:
                 self.heap.freeze()
+        if self.sharing is not None:
+            self.sharing.start()
         endless = (self._keep_up(), self._fold_forever(), self.curves.run())
         self._tasks = [asyncio.create_task(one) for one in endless]
 
@@ -159,6 +194,8 @@ class Node:
         self._tasks = []
         for session in list(self.sessions.open.values()):
             self._close(session)
+        if self.sharing is not None:
+            await self.sharing.stop()
         if self.ssd is not None:
             await self.ssd.stop()
         self.worker.close()
@@ -167,7 +204,7 @@ class Node:
         while not self._is_stopping:
             await asyncio.sleep(self.limits.upkeep_interval_s)
             self.expire()
-            self.accounts.turn()
+            self.recent.note()
 
     async def _fold_forever(self) -> None:
         while not self._is_stopping:
@@ -194,10 +231,12 @@ class Node:
 
     # Sessions
 
-    def open_session(self, client_name: str, identities: Sequence[str], *, may_write: bool) -> Session:
+    def open_session(
+        self, client_name: str, identities: Sequence[str], *, may_write: bool, principal: Principal = LOCAL
+    ) -> Session:
         """A session with the namespaces of ``identities`` (JSON). Nothing is left of it if one of them is refused."""
         id_ = SessionId(os.urandom(SESSION_ID_BYTES))
-        session = self.sessions.add(id_, client_name, may_write=may_write)
+        session = self.sessions.add(id_, client_name, may_write=may_write, principal=principal)
         try:
             self.sessions.register(session, identities)
         except BaseException:
@@ -209,11 +248,6 @@ class Node:
     def session(self, id_: bytes, boot_epoch: int) -> Session:
         """The open session that a request names. Raises StaleEpochError or UnknownSessionError."""
         return self.sessions.require(id_, boot_epoch)
-
-    def session_access(self, id_: bytes, boot_epoch: int) -> bool | None:
-        """Does the session write? None if there is no such session."""
-        session = self.sessions.open.get(SessionId(id_)) if boot_epoch == self.boot_epoch else None
-        return None if session is None else session.may_write
 
     def close_session(self, id_: bytes) -> None:
         """Free all that a session holds. Closing twice is no error."""
@@ -227,43 +261,6 @@ class Node:
         self.sessions.remove(session)
 
     # Lookup and leases
-
-    def answer(self, space: Space | None, segment: SegmentId, asked: Asked, marks: bytes, grant: Grant) -> Finding:
-        """What answers one segment of a prompt, leased under ``grant``; ``marks``: the segments before, flat."""
-        finding, family = UNKNOWN_NAMESPACE, None
-        if space is not None:
-            family = space.families.get(segment)
-            finding = find(
-                family,
-                asked,
-                marks,
-                is_pinned=bool(space.pinned_reason),
-                candidates_max=self.limits.candidates_max,
-            )
-        cache = finding.cache
-        if cache is not None and family is not None:
-            finding = self._leased(finding, cache, grant)
-            if len(family.members) > self.limits.candidates_max:  # of smaller ones all members are ranked anyway
-                self.catalog.touch(cache)
-        return finding
-
-    def _leased(self, finding: Finding, cache: Cache, grant: Grant) -> Finding:
-        """The finding under the lease, on its way from SSD if need be; or why it cannot be read."""
-        catalog = self.catalog
-        if catalog.is_condemned(cache):
-            return CORRUPT
-        self.leases.add(grant, cache)
-        if self.ssd is None:
-            return finding
-        if not (cache.is_on_host and cache.head.is_on_host) or catalog.arriving:
-            loads = self.ssd.begin_loads(cache)
-            if loads is None:
-                self.leases.take_back(grant)
-                return NO_ROOM
-            grant.loads.add(loads)
-            finding = finding._replace(is_from_ssd=bool(loads))
-        self.ssd.note_used(cache)
-        return finding
 
     async def wait_for_loads(self, session: Session, lease_id: int, step: int) -> Feed:
         """Where a lease hears of its loads, once there is news after ``step``, or after AWAIT_S_MAX.
@@ -371,7 +368,7 @@ class Node:
         Their bytes go when the last lease, and of a master the last mirror, goes. When this returns no restart brings
         one of them back.
         """
-        session.require_write()
+        session.require_may_delete(namespace)
         if namespace and keys:
             raise InvalidInputError("a delete names keys or a whole namespace, not both")
         found = session.space(namespace).caches() if namespace else self._named(session, keys)

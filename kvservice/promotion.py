@@ -13,6 +13,7 @@ from kvservice.allocation import Allocation
 from kvservice.caches import Cache
 from kvservice.catalog import Catalog
 from kvservice.loads import Load
+from kvservice.lookup import FROM_SSD
 from kvservice.model.cache import Extent, MasterReference
 from kvservice.model.errors import CorruptError, DiskError, KVServiceError
 from kvservice.stats.counters import Counters
@@ -35,7 +36,7 @@ class PieceReader(Protocol):
 
 
 class Promotion:
-    """The loads under way, by cache. ``quarantine`` takes the place of a record that could not be read off the slab."""
+    """Loads from SSD. ``quarantine`` takes the place of a record that could not be read off the slab."""
 
     def __init__(
         self,
@@ -47,7 +48,6 @@ class Promotion:
         clock: Callable[[], float],
         quarantine: Callable[[Cache, Extent], Awaitable[None]],
     ) -> None:
-        self.loads: dict[Cache, Load] = {}
         self._source = source
         self._catalog = catalog
         self._allocation = allocation
@@ -63,15 +63,15 @@ class Promotion:
         ``turn``: the lookup's number. All first pieces of one lookup are read before its second ones, since a restore
         writes layer after layer of all records; a later lookup waits for the earlier one's, a little.
         """
-        if cache in self.loads:
-            return self.loads[cache]
+        arriving = self._catalog.arriving
+        if cache in arriving:
+            return arriving[cache]
         extent = self._allocation.take_for_load(cache)
         if extent is None:
             return None
         self._catalog.hold(cache)
         self._catalog.set_host(cache, extent.offset)
-        self._catalog.arriving.add(cache)
-        load = self.loads[cache] = Load(cache, turn)
+        load = arriving[cache] = Load(cache, FROM_SSD, turn)
         self._counters.loads.begun += 1
         self._counters.loads.staged += extent.offset >= self._allocation.tier.staging_offset
         task = asyncio.get_running_loop().create_task(self._run(load, cache.ssd_extent))
@@ -85,8 +85,7 @@ class Promotion:
         try:
             error = await self._read(load, extent)
         finally:
-            del self.loads[cache]
-            self._catalog.arriving.discard(cache)
+            del self._catalog.arriving[cache]
             if error is None and load.layers < cache.family.space.geometry.layers:
                 error = DiskError(f"cache {cache}: reading it was given up, the node is stopping")
                 self._catalog.condemn(cache)

@@ -97,6 +97,7 @@ class Ssd:
         self.slab = opened.slab
         self.policy = policy
         self.queue: dict[Cache, None] = {}
+        self.began_with_caches = bool(opened.entries)
         self._catalog = catalog
         self._tier = allocation.tier
         self._limits = limits
@@ -114,7 +115,7 @@ class Ssd:
         self.admission = Admission(policy.write_budget_bytes, clock=clock)
         self.demotion = Demotion(
             self.slab, self.index, catalog, self._tier, self.admission, self._workers.writes, limits, counters, killer,
-            clock,
+            clock, allocation.room,
         )  # fmt: skip
         self.promotion = Promotion(
             self.slab, catalog, allocation, self._workers.reads, counters, clock, self.demotion.quarantine
@@ -202,17 +203,9 @@ class Ssd:
 
     # What the node tells
 
-    def begin_loads(self, cache: Cache) -> list[Load] | None:
-        """The loads, begun or under way, that a held cache and its master need; None if leases leave no room."""
-        loads = []
-        for one in (cache,) if cache.master is None else (cache.master, cache):
-            if one.is_on_host and one not in self._catalog.arriving:
-                continue
-            load = self.promotion.begin(one, self._counters.lookups.calls)
-            if load is None:
-                return None
-            loads.append(load)
-        return loads
+    def begin_load(self, cache: Cache) -> Load | None:
+        """What brings a held cache's record into the arena; None if leases leave no room."""
+        return self.promotion.begin(cache, self._counters.lookups.calls)
 
     def note_published(self, cache: Cache) -> None:
         """A cache is new in memory."""
@@ -262,7 +255,7 @@ class Ssd:
     async def _until_arrived(self, burial: Burial) -> None:
         """What is being read cannot be erased; what others stand on may go on being read."""
         for cache in burial.caches:
-            load = None if cache.mirrors else self.promotion.loads.get(cache)
+            load = None if cache.mirrors else self._catalog.arriving.get(cache)
             if load is not None:
                 await load.over.wait()
 

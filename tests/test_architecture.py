@@ -15,7 +15,8 @@ MAY_IMPORT = {
     "storage": {"model", "wire"},
     "client": {"model", "wire", "kernels", "storage"},
 }
-SERVER_MAY_IMPORT = {"model", "wire", "storage", "config", "stats", "curves", "planning", "page"}
+SERVER_PARTS = ("stats", "curves", "planning", "page", "sharing", "peers", "access")
+SERVER_MAY_IMPORT = {"model", "wire", "storage", "config", *SERVER_PARTS}
 SERVER_MAY_IMPORT_LAZILY = {"kernels"}
 CLIENT_SIDE = ("client", "kernels", "storage")
 THIRD_PARTY_OF_MODEL = {"blake3"}
@@ -29,7 +30,7 @@ def python_files(folder: str) -> list[Path]:
 
 
 def server_files() -> list[Path]:
-    parts = [ROOT / "kvservice" / name for name in ("stats", "curves", "planning", "page")]
+    parts = [ROOT / "kvservice" / name for name in SERVER_PARTS]
     files = [*(ROOT / "kvservice").glob("*.py"), *(path for part in parts for path in part.rglob("*.py"))]
     return [path for path in files if name_of(path) != ENTRY_POINT]
 

@@ -42,6 +42,8 @@ class Reason(enum.IntEnum):
     """Never seen, and none of the segments held for this identity has its length: it may be stored in other chunks."""
     NEVER_STORED = 17
     """Never seen, as far as the node remembers."""
+    NOT_BROUGHT = 18
+    """Another place had it lately, and it did not arrive whole; the next lookup asks again."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,6 +63,10 @@ class SegmentQuery:
     affinity_min: int = 0
 
 
+ARRIVES_FROM = (Tier.SSD, Tier.REMOTE)
+"""Tiers whose records have to be brought into the arena before they can be read."""
+
+
 @dataclass(frozen=True, slots=True)
 class Location:
     """Where a leased record lies."""
@@ -70,6 +74,11 @@ class Location:
     tier: Tier
     extent: Extent
     generation: int
+
+    @property
+    def is_arriving(self) -> bool:
+        """Was it not in memory when it was found? Then it is on its way into the extent, layer after layer."""
+        return self.tier in ARRIVES_FROM
 
 
 @dataclass(frozen=True, slots=True)

@@ -406,7 +406,7 @@ def _check_holds(node: Node, everything: Sequence[Cache]) -> None:
     holds.update(node.families.held)
     holds.update(node.scrubber.held)
     if node.ssd is not None:
-        holds.update(node.ssd.promotion.loads.keys())
+        holds.update(node.catalog.arriving.keys())
         holds.update(node.ssd.demotion.writing.keys())
     for cache, count in list(holds.items()):
         if cache.master is not None:

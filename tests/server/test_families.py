@@ -197,7 +197,7 @@ async def test_corrupt_bytes_are_quarantined_not_folded(victim: str) -> None:
     await world.node.fold_pending()
     assert cache_of(world, hurt) is None
     assert not await assert_reads(world, client, left, make_planes() if left is META else relative(meta))
-    assert world.node.counters.corrupt == {"host": 1, "ssd": 0}
+    assert world.node.counters.corrupt == {"host": 1, "ssd": 0, "remote": 0}
     world.check()
 
 

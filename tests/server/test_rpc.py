@@ -120,8 +120,7 @@ async def test_the_welcome_tells_all_a_client_needs(wired: Wire) -> None:
     assert list(welcome.namespaces) == [IDENTITY.namespace()]
     assert (welcome.arena.bytes, welcome.arena.data_socket) == (wired.world.arena.bytes, "/nowhere")
     assert welcome.limits.record_bytes_max == wired.world.node.tier.capacity_bytes
-    assert wired.world.node.session_access(welcome.session_id, EPOCH) is True
-    assert wired.world.node.session_access(welcome.session_id, EPOCH - 1) is None
+    assert wired.world.node.session(welcome.session_id, EPOCH).may_write
     other = make_identity(tenant="other")
     await stream.write(wire.SessionRequest(register=wire.RegisterIdentities(identities=[other.canonical_json()])))
     assert list((await stream.read()).registered.namespaces) == [other.namespace()]

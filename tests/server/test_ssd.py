@@ -186,7 +186,7 @@ async def test_a_cache_whose_bytes_went_wrong_in_memory_never_reaches_ssd() -> N
         world.arena.view[cache.offset + cache.record_bytes - 70] ^= 1
         assert not await world.ssd.demotion.write(cache)
         assert where(world, meta) == "none"
-        assert world.node.counters.corrupt == {"host": 1, "ssd": 0}
+        assert world.node.counters.corrupt == {"host": 1, "ssd": 0, "remote": 0}
         assert world.ssd.slab.used_bytes <= 8192  # the identity
         world.check()
 

@@ -42,7 +42,7 @@ async def test_a_record_that_went_wrong_on_ssd_is_told_as_corrupt_and_never_foun
         world.check()
         await client.release(lease)
         assert places(world, stored) == ["none", "ssd"]
-        assert world.node.counters.corrupt == {"host": 0, "ssd": 1}
+        assert world.node.counters.corrupt == {"host": 0, "ssd": 1, "remote": 0}
         assert world.node.tier.used_bytes == 0
         await assert_all_read(world, client, IDENTITY, stored[1:])
 
@@ -141,7 +141,7 @@ async def test_the_scrubber_finds_a_wrong_record_and_writes_it_anew_from_memory(
             await world.ssd.scrubber.check(cache)
         await written(world)
         assert places(world, stored) == ["both", "ssd", "both"]
-        assert world.node.counters.corrupt == {"host": 1, "ssd": 1}
+        assert world.node.counters.corrupt == {"host": 1, "ssd": 1, "remote": 0}
         assert world.node.counters.scrubbed_caches == 3
         await leave_host(world, *(meta for meta, _ in stored))
         await assert_all_read(world, client, IDENTITY, stored)

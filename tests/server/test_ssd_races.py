@@ -125,7 +125,7 @@ async def test_what_is_deleted_while_the_scrubber_reads_it_is_no_error() -> None
         await client.delete(meta)
         scrub.release()
         assert await looking, "nothing wrong was seen"
-        assert world.node.counters.corrupt == {"host": 0, "ssd": 0}
+        assert world.node.counters.corrupt == {"host": 0, "ssd": 0, "remote": 0}
         world.check()
 
 

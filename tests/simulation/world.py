@@ -179,7 +179,7 @@ class SimWorld(SsdWorld):
             self.worker.jobs
             or ssd.queue
             or ssd.demotion.writing
-            or ssd.promotion.loads
+            or self.node.catalog.arriving
             or families.queue
             or families.held
             or any(task is not None and not task.done() for task in tasks)

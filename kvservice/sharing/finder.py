@@ -1,0 +1,181 @@
+"""Which segments of a lookup to ask other places for, and whom. Nothing is asked that is here already."""
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from kvservice.caches import Space
+from kvservice.lookup import Asked, affinity_of, find, marks_behind
+from kvservice.model.errors import KVServiceError, UnavailableError
+from kvservice.model.identity import Namespace
+from kvservice.model.plan import Match, MissReason
+from kvservice.model.segment import MARK_BYTES, SegmentId
+from kvservice.sessions import Session
+from kvservice.sharing.fetches import Fetches, Source
+from kvservice.sharing.place import Directory, Offer, Place, Question
+from kvservice.sharing.worth import Found, Step, worth_loading
+from kvservice.stats.counters import RemoteCounters
+from kvservice.wire.v1 import cache_pb2 as wire
+
+_ELSEWHERE = (
+    MissReason.UNKNOWN_SEGMENT,
+    MissReason.OTHER_CONTEXT,
+    MissReason.PINNED,
+    MissReason.LOW_AFFINITY,
+)
+"""Misses that another place may answer."""
+ASK_AGAIN_S = 2.0
+"""An approximation is held, and a better one is looked for elsewhere this often at most."""
+SETTLED_MAX = 65536
+_LOG = logging.getLogger(__name__)
+
+
+class _Offered(NamedTuple):
+    source: Source
+    found: Found
+
+
+class Finder:
+    """Asks places in the order of the directory, all of one order at the same time, and begins what they offer.
+
+    ``is_gated``: what the engine computes sooner is left where it is.
+    """
+
+    def __init__(
+        self,
+        directory: Directory,
+        fetches: Fetches,
+        counters: RemoteCounters,
+        candidates_max: int,
+        clock: Callable[[], float],
+        *,
+        is_gated: bool = True,
+    ) -> None:
+        self._directory = directory
+        self._fetches = fetches
+        self._counters = counters
+        self._candidates_max = candidates_max
+        self._clock = clock
+        self._is_gated = is_gated
+        self._settled: dict[tuple[SegmentId, bytes], float] = {}
+
+    async def bring(self, session: Session, prompts: Iterable[wire.PromptQuery]) -> int:
+        """Have on its way what other places hold of a lookup and this node does not; how many segments.
+
+        Segments that are asked for twice are asked once. Takes one round trip a place and order of places. What the
+        engine computes sooner than it comes stays where it is.
+        """
+        questions, trails = self._questions(session, prompts)
+        offers = await self._offers(questions, self._directory.sources)
+        worth: set[int] = set()
+        for space, steps in trails if self._is_gated else ():
+            worth |= worth_loading(steps, {index: one.found for index, one in offers.items()}, space)
+        return self._begin_all(offers, worth if self._is_gated else offers.keys())
+
+    async def bring_questions(
+        self, questions: Sequence[Question], sources: Callable[[SegmentId], Sequence[Place]]
+    ) -> int:
+        """The same, for what is known not to be here, and wanted in any case."""
+        offers = await self._offers(questions, sources)
+        return self._begin_all(offers, offers.keys())
+
+    async def _offers(
+        self, questions: Sequence[Question], sources: Callable[[SegmentId], Sequence[Place]]
+    ) -> "dict[int, _Offered]":
+        """By question. ``sources``: whom to ask for a segment, in order."""
+        self._counters.asked += len(questions)
+        tries = {index: list(sources(one.segment)) for index, one in enumerate(questions)}
+        offered: dict[int, _Offered] = {}
+        while True:
+            by_place: dict[Place, list[int]] = {}
+            for index, places in tries.items():
+                if places:
+                    by_place.setdefault(places[0], []).append(index)
+            if not by_place:
+                return offered
+            asked = [self._ask(place, [questions[index] for index in some]) for place, some in by_place.items()]
+            for some, offers in zip(by_place.values(), await asyncio.gather(*asked), strict=True):
+                for index, offer in zip(some, offers, strict=True):
+                    place, *others = tries[index]
+                    tries[index] = others if offer is None else []
+                    if offer is not None:
+                        source = Source(questions[index], place, others)
+                        offered[index] = _Offered(source, Found(questions[index], offer, place.way, place.speed))
+
+    def _begin_all(self, offers: "Mapping[int, _Offered]", worth: Collection[int]) -> int:
+        begun = 0
+        self._counters.found += len(offers)
+        self._counters.computed_sooner += len(offers) - len(worth)
+        for index, (source, found) in offers.items():
+            offer = found.offer
+            is_wanted = index in worth and is_better(source.question, offer)
+            is_begun = is_wanted and self._fetches.begin(source, offer)
+            if not is_begun:
+                source.place.let_go([one for one in (offer.record, offer.master) if one is not None])
+            begun += is_begun
+        return begun
+
+    async def _ask(self, place: Place, questions: Sequence[Question]) -> list[Offer | None]:
+        try:
+            return await place.find(questions)
+        except UnavailableError as error:
+            self._counters.unreachable += len(questions)
+            _LOG.warning("%d segments were not asked of %s: %s", len(questions), place.name, error)
+        except KVServiceError as error:
+            _LOG.warning("%s refused a question: %s", place.name, error)
+        return [None] * len(questions)
+
+    def _questions(
+        self, session: Session, prompts: Iterable[wire.PromptQuery]
+    ) -> tuple[list[Question], list[tuple[Space, list[Step]]]]:
+        """What to ask, each once; and of every prompt its segments with what was asked for them."""
+        questions: list[Question] = []
+        known: dict[tuple[bytes, bytes, bytes], int] = {}
+        trails: list[tuple[Space, list[Step]]] = []
+        for prompt in prompts:
+            space, marks = session.spaces.get(Namespace(prompt.namespace)), b""
+            if space is None:
+                continue
+            steps: list[Step] = []
+            for asked in prompt.segments:
+                key = (prompt.namespace, asked.segment, marks)
+                question = None if key in known else self.question(space, SegmentId(asked.segment), asked, marks)
+                if question is not None:
+                    known[key] = len(questions)
+                    questions.append(question)
+                index = known.get(key)
+                steps.append(Step(asked.tokens, index, index is None))
+                marks = marks_behind(asked.segment, marks)
+            trails.append((space, steps))
+        return questions, trails
+
+    def question(self, space: Space, segment: SegmentId, asked: Asked, marks: bytes) -> Question | None:
+        """None if what is here will do. An approximation will if all segments before it agree, or if nobody had a
+        better one some moments ago.
+        """
+        family, is_pinned = space.families.get(segment), bool(space.pinned_reason)
+        finding = find(family, asked, marks, is_pinned=is_pinned, candidates_max=self._candidates_max)
+        if finding.cache is None:
+            return Question(space, segment, asked, marks) if finding.miss_reason in _ELSEWHERE else None
+        if finding.match is not Match.SHIFTED or finding.affinity == len(marks) // MARK_BYTES:
+            return None
+        return Question(space, segment, asked, marks, finding.affinity) if self._is_due(segment, marks) else None
+
+    def _is_due(self, segment: SegmentId, marks: bytes) -> bool:
+        now_s, key = self._clock(), (segment, marks)
+        if self._settled.get(key, -math.inf) > now_s - ASK_AGAIN_S:
+            return False
+        if len(self._settled) >= SETTLED_MAX:
+            del self._settled[next(iter(self._settled))]
+        self._settled[key] = now_s
+        return True
+
+
+def is_better(question: Question, offer: Offer) -> bool:
+    """Does an offer answer a question, and better than what is here?"""
+    meta, asked = offer.record.head.meta, question.asked
+    if meta.position == asked.position and meta.key.context in asked.accepted_contexts:
+        return True
+    return asked.may_shift and affinity_of(b"".join(meta.preceding), question.marks) > question.affinity

@@ -1,0 +1,155 @@
+"""A place that can be reached in several ways, and how its bytes come: by the way that is predicted to be the fastest.
+
+Questions go over the first way, and over another one when that is known to be lost. Every transfer is measured, so that
+the choice, and what loading is said to cost, stand on what was seen; see ``kvservice.peers.routes``.
+"""
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
+
+from kvservice.caches import Space
+from kvservice.model.errors import UnavailableError
+from kvservice.model.segment import CacheKey
+from kvservice.peers.routes import Router
+from kvservice.peers.routes_estimate import Speed
+from kvservice.peers.routes_log import Medium
+from kvservice.sharing.place import Carrier, Offer, Parcel, Question
+from kvservice.storage.buffer import Bytes
+from kvservice.storage.remote.contract import OnPiece, RemoteRecord
+
+AT_ONCE_S = 0.25
+"""A way that fails so soon is followed by another; after a whole deadline the caller has waited long enough."""
+FOUND_MAX = 65536
+T = TypeVar("T")
+
+
+class RoutedPlace:
+    """See Place. ``ways``: at least one; the first that answers also carries questions and what is given away."""
+
+    def __init__(
+        self, router: Router, ways: Mapping[Medium, Carrier], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.ways = dict(ways)
+        self._router = router
+        self._clock = clock
+        self._moved = _Moved()
+        self._first, self._main = next(iter(ways.items()))
+        self._found_elsewhere: OrderedDict[int, tuple[RemoteRecord, Carrier]] = OrderedDict()
+        """What another way than the first one found and has leased, by the record's ``id``."""
+
+    @property
+    def name(self) -> str:
+        """See Place."""
+        return self._main.name
+
+    @property
+    def way(self) -> str:
+        """See Place."""
+        return f"{self.name} {self._first}"
+
+    @property
+    def speed(self) -> Speed:
+        """See Place: of the fastest way, for large records."""
+        return max((self._router.speed(self.name, medium) for medium in self.ways), key=lambda one: one.bytes_per_s)
+
+    async def find(self, questions: Sequence[Question]) -> list[Offer | None]:
+        """See Place."""
+        way, offers = await self._ask(lambda one: one.find(questions))
+        if way is not self._main:
+            for record in (one for offer in offers if offer is not None for one in (offer.record, offer.master)):
+                if record is not None:
+                    self._found_elsewhere[id(record)] = record, way
+            while len(self._found_elsewhere) > FOUND_MAX:
+                self._found_elsewhere.popitem(last=False)  # its lease runs out by itself
+        return offers
+
+    async def fetch(self, record: RemoteRecord, target: Bytes, on_piece: OnPiece, start: int = 0) -> None:
+        """See Place. A way that fails is left; another one goes on behind what is there without a gap.
+
+        Transfers that run together share the link: each is taken to have had it for its share of the bytes.
+        """
+        media, known = list(self.ways), _Contiguous(on_piece, start, self._moved)
+        while True:
+            began_s, count = self._clock(), record.record_bytes - known.end
+            choice, before = self._router.choose(self.name, count, media), self._moved.total
+            try:
+                await self.ways[choice.medium].fetch(record, target, known.note, known.end)
+            except UnavailableError:
+                self._router.failed(choice)
+                media.remove(choice.medium)
+                if not media:
+                    raise
+            else:
+                if count:
+                    share = count / max(count, self._moved.total - before)
+                    self._router.done(choice, (self._clock() - began_s) * share)
+                return
+
+    def let_go(self, records: Iterable[RemoteRecord]) -> None:
+        """See Place."""
+        for record in records:
+            _, way = self._found_elsewhere.pop(id(record), (record, self._main))
+            way.let_go([record])
+
+    async def store(self, parcel: Parcel) -> bool:
+        """See Place."""
+        return (await self._ask(lambda one: one.store(parcel)))[1]
+
+    async def delete(self, space: Space, keys: Sequence[CacheKey] | None) -> int:
+        """See Place."""
+        return (await self._ask(lambda one: one.delete(space, keys)))[1]
+
+    async def _ask(self, question: Callable[[Carrier], Awaitable[T]]) -> tuple[Carrier, T]:
+        """The answer of the first way that is there, in order."""
+        began_s, ways = self._clock(), list(self.ways.values())
+        for way in ways[:-1]:
+            try:
+                return way, await question(way)
+            except UnavailableError:
+                if self._clock() - began_s > AT_ONCE_S:
+                    raise
+        return ways[-1], await question(ways[-1])
+
+    def add_way(self, medium: Medium, way: Carrier) -> None:
+        """There is another way now, behind those that were there."""
+        self.ways[medium] = way
+
+    async def close(self) -> None:
+        """See Place."""
+        self._router.forget(self.name)
+        for way in self.ways.values():
+            await way.close()
+
+
+class _Moved:
+    """Bytes that came from one place so far; pieces are noted by any thread."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._lock = threading.Lock()
+
+    def add(self, count: int) -> None:
+        with self._lock:
+            self.total += count
+
+
+class _Contiguous:
+    """Passes pieces on, and knows up to where there is no gap."""
+
+    def __init__(self, on_piece: OnPiece, start: int, moved: _Moved) -> None:
+        self.end = start
+        self._on_piece = on_piece
+        self._moved = moved
+        self._waiting: dict[int, int] = {}
+        self._lock = threading.Lock()
+
+    def note(self, start: int, end: int) -> None:
+        self._on_piece(start, end)
+        self._moved.add(end - start)
+        with self._lock:
+            self._waiting[start] = end
+            while self.end in self._waiting:
+                self.end = self._waiting.pop(self.end)
