@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -98,8 +99,12 @@ async def measure(mib: int, rounds: int) -> list[Figure]:
 
 
 def serve(mib: int) -> None:
-    """The other side."""
-    say(FlightServer(ArenaHost(mib), (LOCALHOST, 0)).start())
+    """The other side: its port, then CPU seconds for every line."""
+    server = FlightServer(ArenaHost(mib), (LOCALHOST, 0))
+    say(server.start())
+    for _ in sys.stdin:
+        say(time.process_time())
+    server.stop()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

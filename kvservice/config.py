@@ -99,6 +99,10 @@ class Settings:
     peer_token_file: str = field(
         default="", metadata=_why("file with the token that this node shows other nodes; empty: it shows none")
     )
+    peer_ca: str = field(
+        default="",
+        metadata=_why("PEM file of the authority of other nodes' certificates; set, or with tls_cert: TLS to them"),
+    )
     shared: str = field(
         default="",
         metadata=_why(

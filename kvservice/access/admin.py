@@ -93,6 +93,9 @@ async def _delete_namespace(node: Node, query: Mapping[str, str]) -> Mapping[str
         raise InvalidInputError(f"nothing is held for namespace {namespace.hex() or '(none given)'}")
     session = node.open_session("admin", [space.identity.canonical_json()], may_write=True, principal=INTERNAL)
     try:
-        return {"deleted": await node.delete(session, (), namespace)}
+        deleted = await node.delete(session, (), namespace)
+        if node.sharing is not None:
+            await node.sharing.delete([space], None)
+        return {"deleted": deleted}
     finally:
         node.close_session(session.id)

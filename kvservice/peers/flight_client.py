@@ -134,12 +134,15 @@ class FlightLink:
             queries=map(encode_query, queries), lease_ttl_s=ttl_s, wait_s=self.limits.deadline_s / 2
         )
 
-        def find(_: Moving, timeout_s: float) -> tuple[list[PeerFinding], PeerLease | None, int]:
+        def find(moving: Moving, timeout_s: float) -> tuple[list[PeerFinding], PeerLease | None, int]:
             found, session = self._connection.ask_with(FIND, message, identities, wire.PeerFound(), timeout_s)
             try:
-                return take_found(queries, found, session)  # heads are verified here, off the loop
+                taken = take_found(queries, found, session)  # heads are verified here, off the loop
             except ValueError as error:
                 raise UnavailableError(f"{self.name} sent what cannot be: {error}") from error
+            if moving.is_given_up:
+                self._release(taken[1])
+            return taken
 
         for namespace, text in identities.items():
             self._remember(namespace, text)

@@ -229,6 +229,8 @@ class Runner:
     # A thread
 
     def _work(self, job: "_Job[T]", work: Callable[[Moving, float], T], timeout_s: float) -> None:
+        if job.moving.is_given_up:
+            return
         job.moving.begin()
         try:
             result = work(job.moving, timeout_s)

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from kvservice.access.guard import Guard
+from kvservice.access.outgoing import Outgoing
 from kvservice.building import BuiltNode
 from kvservice.config import Settings, is_loopback
-from kvservice.model.errors import ConfigError, InvalidInputError, KVServiceError
+from kvservice.model.errors import InvalidInputError, KVServiceError
 from kvservice.model.identity import Namespace
 from kvservice.peers.directory import Directory, DirectoryLimits
 from kvservice.peers.etcd import EtcdRegistration
@@ -63,6 +64,7 @@ class Network:
         self._built = built
         self._node = built.node
         self._guard = guard
+        self._outgoing = Outgoing(settings, guard.certificates)
         self._is_draining = False
         self._began_s = time.monotonic()
         self._stack = AsyncExitStack()
@@ -93,6 +95,7 @@ class Network:
         try:
             self._node_id = self._identity()
             self._node.describe_network = self.figures
+            self._outgoing.check()
             await self._open_server()
             await self._open_flight_server()
             await self._open_places()
@@ -181,18 +184,15 @@ class Network:
         return await open_remote(self._settings.cold, deadline_s=self._settings.cold_deadline_s)
 
     def _link(self, address: Address, on_change: OnChange) -> PeerLink:
-        certificates = self._guard.certificates
-        tls = None if certificates is None else certificates.client_context()
-        caller = Caller(self.facts, self._token(), tls)
+        caller = Caller(self.facts, self._outgoing.token(), self._outgoing.context())
         limits = LinkLimits(deadline_s=self._settings.peer_deadline_s)
         return PeerLink(address, caller, arena=self._built.arena, limits=limits, on_change=on_change)
 
     def _flight_link(self, address: FlightAddress, on_change: OnChange) -> FlightLink:
-        certificates = self._guard.certificates
         return FlightLink(
             address,
-            Caller(self.facts, self._token()),
-            pem=None if certificates is None else certificates.pem_files(),
+            Caller(self.facts, self._outgoing.token()),
+            pem=self._outgoing.pem(),
             identity_of=self._identity_of,
             limits=LinkLimits(deadline_s=self._settings.peer_deadline_s),
             on_change=on_change,
@@ -201,15 +201,6 @@ class Network:
     def _identity_of(self, namespace: Namespace) -> str | None:
         space = self._node.catalog.spaces.get(namespace)
         return None if space is None else space.identity.canonical_json()
-
-    def _token(self) -> str:
-        path = self._settings.peer_token_file
-        if not path:
-            return ""
-        try:
-            return Path(path).read_text().strip()
-        except OSError as error:
-            raise ConfigError(f"peer_token_file {path} cannot be read: {error.strerror or error}") from error
 
     def _is_self(self, address: Address) -> bool:
         """Does it lead to a port of ours? An address is ours if a socket can be bound to it."""
