@@ -46,8 +46,8 @@ class DirectoryLimits:
 class Member:
     """A node as others see it. ``listed_as``: addresses that lead to it; ``address``: the one to use.
 
-    ``flight_port``: where it also speaks Arrow Flight, 0: nowhere. ``is_answering``: some link to it works, as far as is
-    known. ``empty_since_s``: when it began empty, None: it is warm. ``gone_since_s``: since when it may leave.
+    ``flight_port``: where it also speaks Arrow Flight, 0: nowhere. ``is_answering``: some link to it works, as far as
+    is known. ``empty_since_s``: when it began empty, None: it is warm. ``gone_since_s``: since when it may leave.
     """
 
     node: NodeId
