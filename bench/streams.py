@@ -130,7 +130,7 @@ class Stream:
 
     def __init__(self, memory: Memory, port: int, tls: ssl.SSLContext | None = None) -> None:
         facts = Facts(NodeId(uuid.uuid4(), 1), "bench")
-        caller = Caller(lambda: facts, tls=tls)
+        caller = Caller(lambda: facts, tls=lambda: tls)
         self.link = PeerLink(Address(LOCALHOST, port), caller, arena=memory.arena, limits=PATIENT)
         self._memory = memory
         self.records: list[PeerRecord] = []

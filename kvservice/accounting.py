@@ -55,6 +55,7 @@ ANSWER_PLACES: dict[str, tuple[int, ...]] = {
 MATCH_PLACES = {match: _places((match,)) for match in Match if match is not Match.NONE}
 MOVED_PLACES = {name: _places((Match.SHIFTED,), (source,)) for source, name in enumerate(SOURCES)}
 FROM_SSD_PLACES = _places((Match.EXACT, Match.REFRESHED, Match.SHIFTED), (1,))
+FROM_REMOTE_PLACES = _places((Match.EXACT, Match.REFRESHED, Match.SHIFTED), (2,))
 MISS_PLACES = {reason: _MISSES + reason for reason in (*MISSED, *FAILED)}
 ERROR_PLACES = {**{name: _MISSES + reason for reason, name in FAILED.items()}, BROKEN_OFF: _BROKEN_OFF}
 NAME_OF_PLACE = {

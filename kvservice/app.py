@@ -127,6 +127,7 @@ class NodeServers:
 
     async def stop(self) -> None:
         """Close in the opposite order; sessions end, and with them all that they hold. Safe to call twice."""
+        self.peers.end_drain()  # its caller waits in the admin socket
         await self._health.enter_graceful_shutdown()
         await self._grpc.stop(STOP_GRACE_S)
         if self._network is not None:

@@ -261,14 +261,18 @@ class CacheCalls:
         return wire.ReleaseReply(released=self.node.release(self._session(request.session), request.lease_ids))
 
     async def delete(self, request: wire.DeleteRequest) -> wire.DeleteReply:
-        """Delete caches."""
+        """Delete caches; how many there were, here or in all other places, whichever is more."""
         session, keys = self._session(request.session), [_decode_key(key) for key in request.keys]
-        deleted = await self.node.delete(session, keys, request.namespace)
         sharing = self.node.sharing
-        if sharing is not None:
-            spaces = [session.space(request.namespace)] if request.namespace else list(session.spaces.values())
-            await sharing.delete(spaces, None if request.namespace else keys)
-        return wire.DeleteReply(deleted=deleted)
+        if sharing is None:
+            return wire.DeleteReply(deleted=await self.node.delete(session, keys, request.namespace))
+        session.require_may_delete(request.namespace)
+        spaces = [session.space(request.namespace)] if request.namespace else list(session.spaces.values())
+        held = [cache.key for cache in spaces[0].caches()] if request.namespace else []
+        with sharing.deleting(spaces, None if request.namespace else keys):
+            here = await self.node.delete(session, keys, request.namespace)
+            elsewhere = await sharing.delete(spaces, None if request.namespace else keys, held)
+        return wire.DeleteReply(deleted=max(here, elsewhere))
 
     async def verify(self, request: wire.VerifyRequest) -> wire.VerifyReply:
         """Look at the bytes of caches anew."""

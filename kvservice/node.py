@@ -147,6 +147,7 @@ class Node:
             self._note_here,
             push,
             is_gated=is_gated,
+            ssd=self.ssd,
         )
         if self._tasks:
             self.sharing.start()

@@ -25,6 +25,8 @@ from kvservice.stats.http import refusal
 Verb = Callable[[Mapping[str, str]], Awaitable[Mapping[str, object]]]
 """Does something with a query's parameters; raises KVServiceError."""
 TENANTS_TOLD_MAX = 1024
+STOP_GRACE_S = 2.0
+"""A verb that runs while the node stops is cut off then."""
 
 
 class AdminSocket:
@@ -44,7 +46,7 @@ class AdminSocket:
 
     async def start(self) -> None:
         """Bind and answer until ``stop``."""
-        self._runner = web.AppRunner(self._application, access_log=None)
+        self._runner = web.AppRunner(self._application, access_log=None, shutdown_timeout=STOP_GRACE_S)
         await self._runner.setup()
         await web.SockSite(self._runner, bind_private(self._path)).start()
 
@@ -83,7 +85,7 @@ async def _access(node: Node, guard: Guard, _: Mapping[str, str]) -> Mapping[str
 
 
 async def _delete_namespace(node: Node, query: Mapping[str, str]) -> Mapping[str, object]:
-    """Every cache of one namespace, whoever's it is; how many there were."""
+    """Every cache of one namespace, whoever's it is; how many there were, here or elsewhere, whichever is more."""
     try:
         namespace = Namespace(bytes.fromhex(query.get("namespace", "")))
     except ValueError as error:
@@ -93,9 +95,12 @@ async def _delete_namespace(node: Node, query: Mapping[str, str]) -> Mapping[str
         raise InvalidInputError(f"nothing is held for namespace {namespace.hex() or '(none given)'}")
     session = node.open_session("admin", [space.identity.canonical_json()], may_write=True, principal=INTERNAL)
     try:
-        deleted = await node.delete(session, (), namespace)
-        if node.sharing is not None:
-            await node.sharing.delete([space], None)
-        return {"deleted": deleted}
+        if node.sharing is None:
+            return {"deleted": await node.delete(session, (), namespace)}
+        held = [cache.key for cache in space.caches()]
+        with node.sharing.deleting([space], None):
+            deleted = await node.delete(session, (), namespace)
+            elsewhere = await node.sharing.delete([space], None, held)
+        return {"deleted": max(deleted, elsewhere)}
     finally:
         node.close_session(session.id)

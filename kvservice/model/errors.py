@@ -162,6 +162,12 @@ class MasterGoneError(KVServiceError):
     code = "MASTER_GONE"
 
 
+class NotListedError(KVServiceError):
+    """A storage cannot say what it holds of a namespace, so that not all of it was deleted there. Delete by keys."""
+
+    code = "NOT_LISTED"
+
+
 class UnavailableError(KVServiceError):
     """The service cannot be reached or did not answer within the deadline."""
 

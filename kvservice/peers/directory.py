@@ -204,7 +204,8 @@ class Directory:
         read: list[Member] = []
         write: list[Member] = []
         settled = taking = 0
-        for place, index in enumerate(rank(segment, ring.candidates)):
+        ranked = rank(segment, ring.candidates) if len(ring.candidates) > 1 else range(len(ring.candidates))
+        for place, index in enumerate(ranked):
             member = ring.members[index]
             if member.state is not _DISCONNECTED and (settled < count and place < count + self.limits.spare_reads):
                 read.append(member)

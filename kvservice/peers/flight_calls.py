@@ -218,8 +218,9 @@ class FlightConnection:
         return ClientSession(welcome.session, set())
 
     def _options(self, timeout_s: float, session: ClientSession | None, lease_session: bytes = b"") -> Any:
+        token = self._caller.shown_token()
         said = {
-            AUTHORIZATION: f"Bearer {self._caller.token}" if self._caller.token else "",
+            AUTHORIZATION: f"Bearer {token}" if token else "",
             SESSION: "" if session is None else session.id.hex(),
             LEASE: lease_session.hex(),
         }

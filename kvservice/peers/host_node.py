@@ -40,6 +40,8 @@ from kvservice.storage.record_header import HEADER_BYTES_MAX, PREFIX, PREFIX_BYT
 from kvservice.store import WriteRequest
 
 FIND_WAIT_S_MAX = 5.0
+BRING_SHARE = 0.5
+"""Of what a caller waits: for storage behind this node. The rest is for what then is on its way, from SSD too."""
 T = TypeVar("T")
 
 
@@ -115,9 +117,11 @@ class NodeSession:
         node, session = self._node, self._session
         self._host.buckets.admit(self._principal)
         spaces = [self._space(query.namespace) for query in queries]
+        end_s = asyncio.get_running_loop().time() + wait_s
         if node.sharing is not None:
             pairs = zip(queries, spaces, strict=True)
-            await node.sharing.bring_for_peer((one, asked.segment, asked, asked.marks) for asked, one in pairs if one)
+            wanted = ((one, asked.segment, asked, asked.marks) for asked, one in pairs if one)
+            await node.sharing.bring_for_peer(wanted, wait_s * BRING_SHARE)
         grant = node.grant(session, ttl_s)
         node.counters.lookups.asked += len(queries)
         findings: list[Finding] = []
@@ -126,10 +130,10 @@ class NodeSession:
                 if space is None:
                     findings.append(find(None, query, query.marks, is_pinned=False, candidates_max=0))
                 else:
-                    findings.append(node.answer(space, query.segment, query, query.marks, grant))
+                    findings.append(self._answer(space, query, grant))
             loads = [load for finding in findings for load in _loads(node, finding)]
             if loads:
-                await _until_begun(loads, wait_s)
+                await _until_begun(loads, end_s)
                 findings = [_readable(node, finding) for finding in findings]
             places = [_place(node, finding) for finding in findings]
         except BaseException:
@@ -143,6 +147,15 @@ class NodeSession:
         if not is_leased and grant.id in node.leases.live:
             node.leases.end(grant)
         return (grant.id, grant.ttl_s, places) if is_leased else (0, 0.0, places)
+
+    def _answer(self, space: Space, query: Query, grant: Grant) -> Finding:
+        """A mirror whose master was deleted is no answer: with it the master would be found again there."""
+        finding = self._node.answer(space, query.segment, query, query.marks, grant)
+        cache = finding.cache
+        if cache is None or not cache.head.is_hidden:
+            return finding
+        self._node.leases.take_back(grant)
+        return find(None, query, query.marks, is_pinned=False, candidates_max=0)
 
     def _space(self, namespace: Namespace) -> Space | None:
         return None if namespace in self._foreign else self._session.space(namespace)
@@ -254,10 +267,15 @@ class NodeSession:
 
     async def _delete(self, namespace: Namespace, keys: Sequence[CacheKey] | None) -> int:
         self._host.buckets.admit(self._principal)
-        self._session.space(namespace)  # keys are digests of their namespace too: they name nothing in another one
-        if keys is None:
-            return await self._node.delete(self._session, [], namespace)
-        return await self._node.delete(self._session, keys)
+        space = self._session.space(namespace)  # keys are digests of it too: they name nothing in another one
+        sharing, named = self._node.sharing, (namespace, []) if keys is None else (b"", keys)
+        self._session.require_may_delete(named[0])
+        if sharing is None:
+            return await self._node.delete(self._session, named[1], named[0])
+        held = [cache.key for cache in space.caches()] if keys is None else keys
+        with sharing.deleting([space], keys):
+            count = await self._node.delete(self._session, named[1], named[0])
+            return max(count, await sharing.delete_behind(space, keys, held))
 
     def close(self) -> None:
         """See HostSession."""
@@ -281,12 +299,11 @@ def _loads(node: Node, finding: Finding) -> list[Load]:
     return [arriving[one] for one in dict.fromkeys((cache.head, cache)) if one in arriving]
 
 
-async def _until_begun(loads: Sequence[Load], wait_s: float) -> None:
+async def _until_begun(loads: Sequence[Load], end_s: float) -> None:
     """Until a first layer of each is there, and with it the head; or until the time is up."""
     feed, step = Feed(), 0
     feed.add(loads)
     loop = asyncio.get_running_loop()
-    end_s = loop.time() + wait_s
     try:
         while loop.time() < end_s and any(not load.layers and not load.is_done for load in loads):
             await feed.wait(step, end_s - loop.time())

@@ -20,16 +20,30 @@ from kvservice.wire.v1 import peer_pb2 as wire
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who dials: what it says of itself, asked anew for every connection, and what proves it.
+    """Who dials: what it says of itself and what proves it, all asked anew for every connection, by its thread.
 
     ``tls``: the context for connections to other nodes, None for plain TCP; ``server_name``: whom certificates must
-    name, if not the host that is dialled.
+    name, if not the host that is dialled. ``token`` and ``tls`` raise ConfigError for files that cannot be read now.
     """
 
     facts: Callable[[], Facts]
-    token: str = ""
-    tls: ssl.SSLContext | None = None
+    token: Callable[[], str] = lambda: ""
+    tls: Callable[[], ssl.SSLContext | None] = lambda: None
     server_name: str = ""
+
+    def shown_token(self) -> str:
+        """What it shows now. Raises UnavailableError where the file is away: it may come back."""
+        try:
+            return self.token()
+        except ConfigError as error:
+            raise UnavailableError(f"there is no token to show: {error}") from error
+
+    def context(self) -> ssl.SSLContext | None:
+        """What it trusts now. Raises UnavailableError where files are away."""
+        try:
+            return self.tls()
+        except ConfigError as error:
+            raise UnavailableError(f"no TLS can be spoken: {error}") from error
 
 
 class PeerDialler:
@@ -77,11 +91,11 @@ class PeerDialler:
             return channel, session
 
     def _connect(self) -> Channel:
-        host, port = self._address
+        (host, port), tls = self._address, self._caller.context()
         sock = socket.create_connection((host, port), self._deadline_s)
         try:
-            if self._caller.tls is not None:
-                sock = self._caller.tls.wrap_socket(sock, server_hostname=self._caller.server_name or host)
+            if tls is not None:
+                sock = tls.wrap_socket(sock, server_hostname=self._caller.server_name or host)
             return Channel(sock, sends_files=self._sends_files)
         except BaseException:
             sock.close()
@@ -91,7 +105,7 @@ class PeerDialler:
         own = self._caller.facts()
         channel.send_opening()
         hello = wire.PeerHello(
-            facts=encode_facts(own), token=self._caller.token, session=self._session.id, version=__version__
+            facts=encode_facts(own), token=self._caller.shown_token(), session=self._session.id, version=__version__
         )
         channel.send(Kind.HELLO, 1, hello)
         channel.receive_opening()

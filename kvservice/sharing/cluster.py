@@ -27,6 +27,8 @@ KNOCK_S = 0.25
 """How often addresses are looked through for some that nobody answers at."""
 ASK_S = 2.0
 """How often every peer is asked what it says of itself: that it drains, or that it is not there any more."""
+WITHOUT_S = 30.0
+"""An address to which no link could be made is tried again after so long: a file may be back."""
 OnChange = Callable[[Facts | None], None]
 
 
@@ -90,7 +92,11 @@ class Cluster:
         self._clock = clock
         self._pings: dict[Address, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._without: set[Address] = set()
+        self.on_live: Callable[[], None] = _nothing
+        """Told when a member is live that was not."""
+        self.on_emptied: Callable[[str], None] = _nothing_of
+        """Told the name of a place that may hold less than before: its node booted again, or left."""
+        self._without: dict[Address, float] = {}
         self._flight_pings: set[DoubtfulLink] = set()
         self._knocking: asyncio.Task[None] | None = None
 
@@ -114,6 +120,10 @@ class Cluster:
         return [*self._places(self.directory.owners(segment).read), *self.behind(segment)]
 
     def behind(self, _: SegmentId) -> list[Place]:
+        """See Directory."""
+        return [] if self.cold is None else [self.cold]
+
+    def storages(self) -> list[Place]:
         """See Directory."""
         return [] if self.cold is None else [self.cold]
 
@@ -152,7 +162,8 @@ class Cluster:
             is_due = self._clock() >= asked_s + ASK_S
             if is_due:
                 asked_s = self._clock()
-            self._knock([*self.directory.to_greet(), *(self.links if is_due else ())])
+            unlinked = [one.address for one in self.directory.members if one.address not in self.links]
+            self._knock(list(dict.fromkeys([*self.directory.to_greet(), *unlinked, *(self.links if is_due else ())])))
             await asyncio.sleep(KNOCK_S)
 
     def _knock(self, addresses: Sequence[Address]) -> None:
@@ -173,15 +184,19 @@ class Cluster:
     def _link(self, address: Address) -> Link | None:
         """The first link there; None: this node can make none, for want of pyarrow."""
         link = self.links.get(address)
-        if link is None and address not in self._without:
+        if link is None and not self._is_without(address):
             try:
                 link = self._open(address)
             except ConfigError as error:
                 self._note_without(address, error)
         return link
 
+    def _is_without(self, address: Address) -> bool:
+        return self._without.get(address, -math.inf) > self._clock() - WITHOUT_S
+
     def _note_without(self, address: Address, error: ConfigError) -> None:
-        self._without.add(address)
+        self._without = {one: since_s for one, since_s in self._without.items() if self._is_without(one)}
+        self._without[address] = self._clock()
         _LOG.warning("%s is not used: %s", address, error)
 
     def _open(self, address: Address) -> Link:
@@ -231,7 +246,8 @@ class Cluster:
         """The node there says that it speaks Arrow Flight at this port of the same host; 0: not any more."""
         known, flight = self.flights.get(address, (None, None))
         there = FlightAddress(address.host, port) if port else None
-        is_off = self._open_flight is None or isinstance(address, FlightAddress) or there in self._without
+        is_off = self._open_flight is None or isinstance(address, FlightAddress)
+        is_off = is_off or (there is not None and self._is_without(there))
         if self._open_flight is None or is_off or there == known or address not in self.places:
             return
         if flight is not None:
@@ -282,18 +298,34 @@ class Cluster:
             _LOG.warning("the node at %s is not used for now: %s", address, error)
 
     def _note_change(self, change: Change) -> None:
-        member = change.member
+        member, place = change.member, self.places.get(change.member.address)
+        if place is not None and (change.has_rebooted or change.after is MemberState.LEFT):
+            self.on_emptied(place.name)
         if change.after is not MemberState.LEFT:
             if not self._is_us(member):
                 self._link(member.address)
                 self._use_flight(member.address, member.flight_port)
-            return
+            if change.after is MemberState.LIVE:
+                self.on_live()
+        elif all(one.address != member.address for one in self.directory.members):
+            self._unlink(member)
+
+    def _unlink(self, member: Member) -> None:
+        """Nobody else is known at its address."""
         self.links.pop(member.address, None)
         self.flights.pop(member.address, None)
         place = self.places.pop(member.address, None)
         if place is not None:
             task = asyncio.ensure_future(place.close())
             task.add_done_callback(_ignore)
+
+
+def _nothing() -> None:
+    return
+
+
+def _nothing_of(_: str) -> None:
+    return
 
 
 def _ignore(task: "asyncio.Future[None]") -> None:
@@ -312,6 +344,10 @@ class Alone:
         return [self.cold]
 
     def behind(self, _: SegmentId) -> list[Place]:
+        """See Directory."""
+        return [self.cold]
+
+    def storages(self) -> list[Place]:
         """See Directory."""
         return [self.cold]
 

@@ -3,12 +3,14 @@
 import asyncio
 import logging
 import random
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from kvservice.access.quotas import Quotas
 from kvservice.caches import Cache, Family, Space
 from kvservice.lookup import find
-from kvservice.model.errors import KVServiceError, QuotaError, UnavailableError
+from kvservice.model.errors import ConfigError, KVServiceError, NotListedError, QuotaError, UnavailableError
+from kvservice.model.identity import Namespace
 from kvservice.model.segment import CacheKey, ContextId
 from kvservice.peers.backoff import Backoff
 from kvservice.sharing.place import Offer, Parcel, Question
@@ -18,6 +20,8 @@ from kvservice.storage.remote.unreachable import UnreachableError
 
 _LOG = logging.getLogger(__name__)
 
+DELETES_MAX = 16
+"""Keys of one call that are deleted at a time."""
 OTHERS_MAX = 8
 """Caches of other contexts that are looked at for one segment; each costs the engine a request."""
 
@@ -33,6 +37,8 @@ class ColdPlace:
         self._name = name
         self._open_tier = open_tier
         self._quotas = quotas or Quotas()
+        self._stored = Counter[Namespace]()
+        """Bytes that this node put there since its start, as far as they were not deleted."""
         self._tier: RemoteTier | None = None
         self._opening: asyncio.Task[None] | None = None
 
@@ -51,7 +57,9 @@ class ColdPlace:
             try:
                 self._tier = await self._open_tier()
             except KVServiceError as error:
-                _LOG.info("%s is not open yet: %s", self._name, error)
+                is_wrong = isinstance(error, ConfigError) and not isinstance(error, UnreachableError)
+                level = logging.WARNING if is_wrong else logging.INFO
+                _LOG.log(level, "%s is not open yet: %s", self._name, error)
 
     @property
     def name(self) -> str:
@@ -100,20 +108,45 @@ class ColdPlace:
         try:
             is_new = await self._opened().store(parcel.name, parcel.view, parcel.prefill_s)
         finally:
-            if not is_new:
+            if is_new:
+                self._stored[parcel.space.namespace] += count
+            else:
                 self._quotas.give_back_remote(tenant, count)
         return is_new
 
     async def delete(self, space: Space, keys: Sequence[CacheKey] | None) -> int:
-        """See Place. Of a whole namespace nothing: an engine is not walked; what is there is left to its own expiry."""
-        tier, deleted, tenant = self._opened(), 0, space.identity.tenant
-        for key in keys or ():
-            name = RemoteName(space.namespace, key.segment, key.context)
-            found = await tier.find([Wanted(*name[:2], (name.context,))])
-            if await tier.delete(name):
-                deleted += 1
-                self._quotas.give_back_remote(tenant, sum(one.record_bytes for one in found[0]))
-        return deleted
+        """See Place. Keys are deleted side by side; a whole namespace as far as the engine can list."""
+        tier, deleted = self._opened(), 0
+        if keys is None:
+            try:
+                deleted = await tier.delete_all(space.namespace)
+            except NotListedError as error:
+                raise NotListedError(f"{self._name}: {error}") from error
+            self._give_back(space, self._stored[space.namespace])
+            return deleted
+        turns = asyncio.Semaphore(DELETES_MAX)
+
+        async def delete(key: CacheKey) -> bool:
+            async with turns:
+                return await self._delete(tier, space, key)
+
+        results = await asyncio.gather(*map(delete, keys), return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        return results.count(True)
+
+    async def _delete(self, tier: RemoteTier, space: Space, key: CacheKey) -> bool:
+        name = RemoteName(space.namespace, key.segment, key.context)
+        found = await tier.find([Wanted(*name[:2], (name.context,))])
+        was_there = await tier.delete(name)
+        if was_there:
+            self._give_back(space, sum(one.record_bytes for one in found[0]))
+        return was_there
+
+    def _give_back(self, space: Space, count: int) -> None:
+        self._stored[space.namespace] = max(0, self._stored[space.namespace] - count)
+        self._quotas.give_back_remote(space.identity.tenant, count)
 
     async def close(self) -> None:
         """See Place."""

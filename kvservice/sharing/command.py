@@ -17,8 +17,10 @@ SPARE_S = 10.0
 def drain(socket: str, timeout_s: float) -> tuple[int, str]:
     """Exit status and text of ``kvservice drain``."""
     told = ask(socket, "POST", "drain", {"timeout_s": str(timeout_s)}, timeout_s + SPARE_S)
-    text = f"given away: {told['given']} caches; not given yet: {told['waiting']}. The node may be stopped now"
-    return int(told["waiting"] > 0), text
+    lines = [f"given away: {told['given']} caches; not given yet: {told['waiting']}"]
+    lines += [f"  {count}: {why}" for why, count in told["reasons"].items()]
+    lines.append("what was not given is lost with this node" if told["waiting"] else "the node may be stopped now")
+    return int(told["waiting"] > 0), "\n".join(lines)
 
 
 def members(socket: str, *, as_json: bool) -> str:

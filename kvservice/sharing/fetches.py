@@ -17,6 +17,7 @@ from kvservice.loads import Load
 from kvservice.lookup import FROM_REMOTE
 from kvservice.model.errors import CorruptError, KVServiceError, UnavailableError
 from kvservice.model.segment import DIGEST_BYTES
+from kvservice.sharing.deletes import Deletes, Watch
 from kvservice.sharing.place import Offer, Place, Question
 from kvservice.stats.counters import Counters
 from kvservice.storage.arrival import RecordArrival
@@ -34,7 +35,10 @@ class Source(NamedTuple):
 
 
 class Fetches:
-    """``on_whole`` is told of every cache that arrived whole."""
+    """``on_whole`` is told of every cache that arrived whole. ``deletes``: what runs of those.
+
+    What a place offers is leased there: each of its records is let go of once, as soon as it is whole or not wanted.
+    """
 
     def __init__(
         self,
@@ -44,6 +48,7 @@ class Fetches:
         clock: Callable[[], float],
         on_whole: Callable[[Cache], None],
     ) -> None:
+        self.deletes = Deletes()
         self._catalog = catalog
         self._allocation = allocation
         self._counters = counters
@@ -51,36 +56,43 @@ class Fetches:
         self._on_whole = on_whole
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def begin(self, source: Source, offer: Offer) -> bool:
+    def begin(self, source: Source, offer: Offer, watch: Watch) -> bool:
         """Publish what a place offers, its master first, and begin to bring it. False: it is refused, or here already.
 
-        What is published before it is here is readable layer by layer, as loads from SSD are.
+        What is published before it is here is readable layer by layer, as loads from SSD are. ``watch``: deletes since
+        the question; what they name is not published.
         """
-        space = source.question.space
+        space, master = source.question.space, offer.master
         why = fault_of(source.question, offer, self._allocation.tier.capacity_bytes)
         if why:
             _LOG.warning("%s offered what was not asked for: %s", source.place.name, why)
             self._counters.remote.refused += 1
+        records = [offer.record] if master is None else [master, offer.record]
+        is_alive = self._catalog.spaces.get(space.namespace) is space  # it goes with its last session
+        if why or not is_alive or any(watch.has(space.namespace, one.head.meta.key) for one in records):
+            source.place.let_go(records)
             return False
-        master = None
-        if offer.master is not None:
-            master = self._find_or_bring(space, offer.master, None, source)
-            if master is None:
+        base = None
+        if master is not None:
+            base = self._find_or_bring(space, master, None, source)
+            if base is None:
+                source.place.let_go([offer.record])
                 return False
-        elif offer.record.head.meta.master is not None:
-            return False
-        return self._find_or_bring(space, offer.record, master, source) is not None
+        return self._find_or_bring(space, offer.record, base, source) is not None
 
     def _find_or_bring(self, space: Space, record: RemoteRecord, master: Cache | None, source: Source) -> Cache | None:
+        """The cache, here already or on its way; None: it is not wanted. What is not brought is let go of."""
         key = record.head.meta.key
-        held = space.find(key.segment, key.context)
+        held, family = space.find(key.segment, key.context), space.families.get(key.segment)
+        cache = None
         if held is not None:
             is_same = held.generation == record.head.generation and (held.master is None) == (master is None)
-            return held if is_same else None
-        family = space.families.get(key.segment)
-        if family is not None and family.tokens != record.head.meta.tokens:
-            return None
-        return self._bring(space, record, master, source)
+            cache = held if is_same else None
+        elif family is None or family.tokens == record.head.meta.tokens:
+            cache = self._bring(space, record, master, source)
+        if cache is None or cache is held:
+            source.place.let_go([record])
+        return cache
 
     def _bring(self, space: Space, record: RemoteRecord, master: Cache | None, source: Source) -> Cache | None:
         catalog, head = self._catalog, record.head
@@ -127,8 +139,8 @@ class Fetches:
         """What went wrong at the last place that was tried; None if the record is whole."""
         error = await self._bring_from(load, record, source.place)
         for place in source.others:
-            if error is None:
-                return None
+            if error is None or load.cache.is_hidden:
+                break
             same = await self._ask_again(place, source.question, record)
             if same is not None:
                 error = await self._bring_from(load, same, place)
@@ -167,21 +179,32 @@ class Fetches:
         return None
 
     async def _ask_again(self, place: Place, question: Question, record: RemoteRecord) -> RemoteRecord | None:
-        try:
-            offer = (await place.find([question]))[0]
-        except KVServiceError as error:
-            _LOG.warning("%s was not asked in the other's stead: %s", place.name, error)
-            return None
-        for one in () if offer is None else (offer.record, offer.master):
-            if one is not None and (one.name, one.head) == (record.name, record.head):
-                return one
-        return None
+        """The same record at another place, unless it was deleted while that was asked."""
+        with self.deletes.watched() as watch:
+            try:
+                offer = (await place.find([question]))[0]
+            except KVServiceError as error:
+                _LOG.warning("%s was not asked in the other's stead: %s", place.name, error)
+                return None
+            is_deleted = watch.has(record.name.namespace, record.head.meta.key)
+        offered = [] if offer is None else [one for one in (offer.record, offer.master) if one is not None]
+        same = None
+        for one in () if is_deleted else offered:
+            if (one.name, one.head) == (record.name, record.head):
+                same = one
+        place.let_go([one for one in offered if one is not same])
+        return same
 
     async def stop(self) -> None:
         """End what is on its way: it is a miss for whoever waits."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def let_go(place: Place, offer: Offer) -> None:
+    """Nothing of an offer is wanted."""
+    place.let_go([offer.record] if offer.master is None else [offer.master, offer.record])
 
 
 def fault_of(question: Question, offer: Offer, capacity_bytes: int) -> str:
@@ -208,6 +231,8 @@ def fault_of(question: Question, offer: Offer, capacity_bytes: int) -> str:
         return f"{meta.key} with a master that it does not stand on"
     if (master.meta.tokens, master.meta.geometry) != (meta.tokens, meta.geometry):
         return f"{meta.key} with a master of another shape"
+    if master.meta.position + master.meta.tokens > space.end_max:
+        return f"{meta.key} with a master at position {master.meta.position}, behind what this identity can have"
     if space.pinned_reason and master.meta.position != meta.position:
         return f"{meta.key} at another position than its master, but {space.pinned_reason}"
     return ""

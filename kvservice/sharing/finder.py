@@ -7,13 +7,15 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from kvservice.caches import Space
+from kvservice.limits import NodeLimits
 from kvservice.lookup import Asked, affinity_of, find, marks_behind
 from kvservice.model.errors import KVServiceError, UnavailableError
 from kvservice.model.identity import Namespace
 from kvservice.model.plan import Match, MissReason
 from kvservice.model.segment import MARK_BYTES, SegmentId
 from kvservice.sessions import Session
-from kvservice.sharing.fetches import Fetches, Source
+from kvservice.sharing.deletes import Watch
+from kvservice.sharing.fetches import Fetches, Source, let_go
 from kvservice.sharing.place import Directory, Offer, Place, Question
 from kvservice.sharing.worth import Found, Step, worth_loading
 from kvservice.stats.counters import RemoteCounters
@@ -40,7 +42,7 @@ class _Offered(NamedTuple):
 class Finder:
     """Asks places in the order of the directory, all of one order at the same time, and begins what they offer.
 
-    ``is_gated``: what the engine computes sooner is left where it is.
+    ``is_gated``: what the engine computes sooner is left where it is. Long lookups let other calls in between.
     """
 
     def __init__(
@@ -48,7 +50,7 @@ class Finder:
         directory: Directory,
         fetches: Fetches,
         counters: RemoteCounters,
-        candidates_max: int,
+        limits: NodeLimits,
         clock: Callable[[], float],
         *,
         is_gated: bool = True,
@@ -56,7 +58,7 @@ class Finder:
         self._directory = directory
         self._fetches = fetches
         self._counters = counters
-        self._candidates_max = candidates_max
+        self._candidates_max, self._slice = limits.candidates_max, limits.lookup_slice
         self._clock = clock
         self._is_gated = is_gated
         self._settled: dict[tuple[SegmentId, bytes], float] = {}
@@ -67,54 +69,68 @@ class Finder:
         Segments that are asked for twice are asked once. Takes one round trip a place and order of places. What the
         engine computes sooner than it comes stays where it is.
         """
-        questions, trails = self._questions(session, prompts)
-        offers = await self._offers(questions, self._directory.sources)
-        worth: set[int] = set()
-        for space, steps in trails if self._is_gated else ():
-            worth |= worth_loading(steps, {index: one.found for index, one in offers.items()}, space)
-        return self._begin_all(offers, worth if self._is_gated else offers.keys())
+        with self._fetches.deletes.watched() as watch:
+            questions, trails = await self._questions(session, prompts)
+            offers = await self._offers(questions, self._directory.sources)
+            worth: set[int] = set()
+            for space, steps in trails if self._is_gated else ():
+                worth |= worth_loading(steps, {index: one.found for index, one in offers.items()}, space)
+            return self._begin_all(offers, worth if self._is_gated else offers.keys(), watch)
 
     async def bring_questions(
         self, questions: Sequence[Question], sources: Callable[[SegmentId], Sequence[Place]]
     ) -> int:
         """The same, for what is known not to be here, and wanted in any case."""
-        offers = await self._offers(questions, sources)
-        return self._begin_all(offers, offers.keys())
+        with self._fetches.deletes.watched() as watch:
+            offers = await self._offers(questions, sources)
+            return self._begin_all(offers, offers.keys(), watch)
 
     async def _offers(
         self, questions: Sequence[Question], sources: Callable[[SegmentId], Sequence[Place]]
     ) -> "dict[int, _Offered]":
         """By question. ``sources``: whom to ask for a segment, in order."""
-        self._counters.asked += len(questions)
-        tries = {index: list(sources(one.segment)) for index, one in enumerate(questions)}
+        tries: dict[int, list[Place]] = {}
+        for index, one in enumerate(questions):
+            if index % self._slice == self._slice - 1:
+                await asyncio.sleep(0)
+            tries[index] = list(sources(one.segment))
+        self._counters.asked += sum(bool(places) for places in tries.values())
         offered: dict[int, _Offered] = {}
-        while True:
-            by_place: dict[Place, list[int]] = {}
-            for index, places in tries.items():
-                if places:
-                    by_place.setdefault(places[0], []).append(index)
-            if not by_place:
-                return offered
-            asked = [self._ask(place, [questions[index] for index in some]) for place, some in by_place.items()]
-            for some, offers in zip(by_place.values(), await asyncio.gather(*asked), strict=True):
-                for index, offer in zip(some, offers, strict=True):
-                    place, *others = tries[index]
-                    tries[index] = others if offer is None else []
-                    if offer is not None:
-                        source = Source(questions[index], place, others)
-                        offered[index] = _Offered(source, Found(questions[index], offer, place.way, place.speed))
+        try:
+            while any(tries.values()):
+                await self._ask_next(questions, tries, offered)
+        except BaseException:
+            for source, found in offered.values():
+                let_go(source.place, found.offer)
+            raise
+        return offered
 
-    def _begin_all(self, offers: "Mapping[int, _Offered]", worth: Collection[int]) -> int:
+    async def _ask_next(
+        self, questions: Sequence[Question], tries: dict[int, list[Place]], offered: "dict[int, _Offered]"
+    ) -> None:
+        """Ask the next place of each question; ``tries``: whom to ask still."""
+        by_place: dict[Place, list[int]] = {}
+        for index, places in tries.items():
+            if places:
+                by_place.setdefault(places[0], []).append(index)
+        asked = [self._ask(place, [questions[index] for index in some]) for place, some in by_place.items()]
+        for some, offers in zip(by_place.values(), await asyncio.gather(*asked), strict=True):
+            for index, offer in zip(some, offers, strict=True):
+                place, *others = tries[index]
+                tries[index] = others if offer is None else []
+                if offer is not None:
+                    source = Source(questions[index], place, others)
+                    offered[index] = _Offered(source, Found(questions[index], offer, place.way, place.speed))
+
+    def _begin_all(self, offers: "Mapping[int, _Offered]", worth: Collection[int], watch: Watch) -> int:
         begun = 0
         self._counters.found += len(offers)
         self._counters.computed_sooner += len(offers) - len(worth)
         for index, (source, found) in offers.items():
-            offer = found.offer
-            is_wanted = index in worth and is_better(source.question, offer)
-            is_begun = is_wanted and self._fetches.begin(source, offer)
-            if not is_begun:
-                source.place.let_go([one for one in (offer.record, offer.master) if one is not None])
-            begun += is_begun
+            if index in worth and is_better(source.question, found.offer):
+                begun += self._fetches.begin(source, found.offer, watch)
+            else:
+                let_go(source.place, found.offer)
         return begun
 
     async def _ask(self, place: Place, questions: Sequence[Question]) -> list[Offer | None]:
@@ -127,19 +143,23 @@ class Finder:
             _LOG.warning("%s refused a question: %s", place.name, error)
         return [None] * len(questions)
 
-    def _questions(
+    async def _questions(
         self, session: Session, prompts: Iterable[wire.PromptQuery]
     ) -> tuple[list[Question], list[tuple[Space, list[Step]]]]:
         """What to ask, each once; and of every prompt its segments with what was asked for them."""
         questions: list[Question] = []
         known: dict[tuple[bytes, bytes, bytes], int] = {}
         trails: list[tuple[Space, list[Step]]] = []
+        looked_at = 0
         for prompt in prompts:
             space, marks = session.spaces.get(Namespace(prompt.namespace)), b""
             if space is None:
                 continue
             steps: list[Step] = []
             for asked in prompt.segments:
+                looked_at += 1
+                if looked_at % self._slice == 0:
+                    await asyncio.sleep(0)
                 key = (prompt.namespace, asked.segment, marks)
                 question = None if key in known else self.question(space, SegmentId(asked.segment), asked, marks)
                 if question is not None:

@@ -9,7 +9,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ from kvservice.peers.streams_server import StreamServer
 from kvservice.peers.weights import Ramp
 from kvservice.sharing.cluster import Alone, Cluster, OnChange
 from kvservice.sharing.cold import ColdPlace
+from kvservice.sharing.draining import Drain
 from kvservice.sharing.routed import RoutedPlace
 from kvservice.stats.sharing_document import NetworkDocument, network_document
 from kvservice.storage.disk import Disk
@@ -66,6 +67,7 @@ class Network:
         self._guard = guard
         self._outgoing = Outgoing(settings, guard.certificates)
         self._is_draining = False
+        self._is_stopping = asyncio.Event()
         self._began_s = time.monotonic()
         self._stack = AsyncExitStack()
         self._server: StreamServer | None = None
@@ -106,6 +108,7 @@ class Network:
 
     async def close(self) -> None:
         """Leave the others first, then take no more of their calls. Places are the node's to close. Safe twice."""
+        self.end_drain()
         await self._stack.aclose()
 
     # Parts
@@ -177,6 +180,9 @@ class Network:
             open_flight=self._flight_link,
         )
         self._node.share(cluster, settings.push, is_gated=settings.is_load_gated)
+        assert self._node.sharing is not None
+        wake = self._node.sharing.pushes.wake
+        cluster.on_live, cluster.on_emptied = wake, lambda _: wake()
         self._stack.push_async_callback(cluster.stop)
         await cluster.start()
 
@@ -184,14 +190,14 @@ class Network:
         return await open_remote(self._settings.cold, deadline_s=self._settings.cold_deadline_s)
 
     def _link(self, address: Address, on_change: OnChange) -> PeerLink:
-        caller = Caller(self.facts, self._outgoing.token(), self._outgoing.context())
+        caller = Caller(self.facts, self._outgoing.token, self._outgoing.context)
         limits = LinkLimits(deadline_s=self._settings.peer_deadline_s)
         return PeerLink(address, caller, arena=self._built.arena, limits=limits, on_change=on_change)
 
     def _flight_link(self, address: FlightAddress, on_change: OnChange) -> FlightLink:
         return FlightLink(
             address,
-            Caller(self.facts, self._outgoing.token()),
+            Caller(self.facts, self._outgoing.token),
             pem=self._outgoing.pem(),
             identity_of=self._identity_of,
             limits=LinkLimits(deadline_s=self._settings.peer_deadline_s),
@@ -291,23 +297,18 @@ class Network:
 
         Reads go on meanwhile, and after it: the process is ended by whoever asked for this.
         """
-        sharing = self._node.sharing
         self._is_draining = True
         if self._registration is not None:
             await self._registration.update()
         if self.cluster is not None:
             self.cluster.tell_own()
-        if sharing is None:
-            return {"given": 0, "waiting": 0}
-        before = self._node.counters.pushes.stored
-        for space in self._node.catalog.spaces.values():
-            for family in space.families.values():
-                for cache in family.members.values():
-                    sharing.pushes.note(cache)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await sharing.pushes.finish()
-        return {"given": self._node.counters.pushes.stored - before, "waiting": len(sharing.pushes.queue)}
+        sharing = self._node.sharing
+        pushes = None if sharing is None else sharing.pushes
+        return await Drain(self._node.catalog, pushes, self._is_stopping).run(timeout_s)
+
+    def end_drain(self) -> None:
+        """The node stops: a drain that runs ends now, and says what it did not get to."""
+        self._is_stopping.set()
 
 
 def _shown(url: str) -> str:

@@ -73,7 +73,10 @@ class Carrier(Protocol):
         """Keep a record; False if the key is held there already. MasterGoneError: its master is not held there."""
 
     async def delete(self, space: Space, keys: Sequence[CacheKey] | None) -> int:
-        """Delete keys of a namespace, or all of it (None); how many there were."""
+        """Delete keys of a namespace, or all of it (None); how many there were.
+
+        NotListedError: of a whole namespace it has deleted nothing, since it cannot list what it holds.
+        """
 
     async def close(self) -> None:
         """End what is open. Safe to call twice."""
@@ -99,6 +102,9 @@ class Directory(Protocol):
 
     def behind(self, segment: SegmentId) -> Sequence[Place]:
         """Where to look on behalf of another node, which asked its nodes itself: places that are no node."""
+
+    def storages(self) -> Sequence[Place]:
+        """All places that are no node."""
 
     def homes(self, segment: SegmentId, uses: int) -> Sequence[Place]:
         """Where a cache of a segment belongs, besides here; ``uses``: lookups that its group answered here."""

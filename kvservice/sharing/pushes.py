@@ -1,37 +1,40 @@
-"""What is new here is given to the places where it belongs, in the background: the master first, then its mirrors.
+"""What is new here is given to the places where it belongs, in the background. What cannot be given stays here.
 
-Nothing waits for this. What cannot be given stays here, and is counted.
+noted --settled--> a lane for each place where it belongs --its turn--> given
+      `--nowhere to give it to now--> homeless --somebody is there (wake)--> a lane for each place
 """
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from contextlib import suppress
+from typing import Any
 
-from kvservice.caches import Cache, group_of
+from kvservice.caches import Cache, Space, group_of
 from kvservice.catalog import Catalog
-from kvservice.model.cache import MasterReference
-from kvservice.model.errors import KVServiceError, UnavailableError
-from kvservice.model.identity import Namespace
-from kvservice.model.segment import ContextId, SegmentId
-from kvservice.sharing.place import Directory, Parcel, Place
+from kvservice.loads import Load
+from kvservice.model.errors import UnavailableError
+from kvservice.model.segment import CacheKey
+from kvservice.sharing.giving import Giving, Verdict
+from kvservice.sharing.lanes import Errand, Lanes
+from kvservice.sharing.place import HOT_USES, Directory, Place
 from kvservice.stats.counters import PushCounters
 from kvservice.storage.host_tier import HostTier
-from kvservice.storage.record import read_head
-from kvservice.storage.remote.contract import RemoteName
 
 QUEUE_MAX = 65536
-GIVEN_MAX = 65536
-TRIES_MAX = 4
 SETTLE_S = 0.2
 """A new cache waits so long: a dense one may be folded meanwhile, and its mirror goes instead."""
-PUSHERS = 4
-"""Records on their way out at a time."""
+ROUTES_MAX = 256
+"""Caches whose owners are looked up before other calls are let in: 1.5 us a cache and member."""
+TICK_S = 0.25
+"""How often lanes that wait are looked at."""
 _LOG = logging.getLogger(__name__)
-_Given = tuple[str, Namespace, SegmentId, ContextId, int]
 
 
 class Pushes:
-    """The queue, and who works on it. Owned by the loop; ``clock``: monotonic seconds."""
+    """Who waits, and who is on the way. Owned by the loop; ``clock``: monotonic seconds; ``begin_load``: see Giving."""
 
     def __init__(
         self,
@@ -40,137 +43,214 @@ class Pushes:
         directory: Directory,
         counters: PushCounters,
         clock: Callable[[], float],
+        begin_load: Callable[[Cache], Load | None],
         settle_s: float = SETTLE_S,
     ) -> None:
-        self.queue: dict[Cache, tuple[float, int]] = {}  # when it is due, and which try it is
-        self._catalog = catalog
-        self._tier = tier
+        self._new: OrderedDict[Cache, tuple[float, bool]] = OrderedDict()  # when it is settled; is it but a copy?
+        self._homeless: dict[Cache, None] = {}
+        self._lanes = Lanes()
+        self._giving = Giving(catalog, tier, counters, clock, begin_load, self._delete_later)
         self._directory = directory
         self._counters = counters
         self._clock = clock
         self._settle_s = settle_s
         self._has_work = asyncio.Event()
         self._progress = asyncio.Event()
-        self._running: dict[Cache, bool] = {}  # was it deleted on its way?
-        self._tasks: list[asyncio.Task[None]] = []
-        self._given: dict[_Given, None] = {}
+        self._ahead = 0  # given before their turn, now
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def waiting(self) -> int:
+        """How many wait: to be settled, for their turn, or for a place to go to."""
+        return len(self._new) + len(self._homeless) + self._lanes.waiting
 
     @property
     def is_idle(self) -> bool:
-        """Is nothing left to give away?"""
-        return not self.queue and not self._running
+        """Is nothing left that can be given away now?"""
+        return not (self._new or self._ahead or self._lanes.waiting or self._lanes.running)
+
+    @property
+    def has_places(self) -> bool:
+        """Does this node know any place besides itself, there or not?"""
+        return bool(self._directory.everywhere())
 
     async def finish(self) -> None:
-        """Return once nothing is left to give away."""
+        """Return once nothing is left that can be given away now."""
         while not self.is_idle:
             self._progress.clear()
             await self._progress.wait()
 
     def start(self) -> None:
         """Begin to give, in the running loop."""
-        self._tasks = [asyncio.create_task(self._push_forever()) for _ in range(PUSHERS)]
+        self._do(self._push_forever())
 
     async def stop(self) -> None:
-        """Finish what is on its way; what waits stays here."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._tasks = []
+        """End what is on its way; what waits stays here."""
+        while self._tasks:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def note(self, cache: Cache) -> None:
-        """A cache is new, or used often enough to belong somewhere else too."""
-        if cache in self.queue:
-            return
-        if len(self.queue) >= QUEUE_MAX:
+    # What happens
+
+    def note(self, cache: Cache, *, is_copy: bool = False) -> None:
+        """A cache is new. ``is_copy``: it is used often enough to belong somewhere else too."""
+        if cache in self._new:
+            self._new[cache] = self._new[cache][0], self._new[cache][1] and is_copy
+        elif self.waiting >= QUEUE_MAX:
             self._counters.dropped += 1
-            return
-        self.queue[cache] = (self._clock() + self._settle_s, 0)
-        self._has_work.set()
+        else:
+            self._new[cache] = self._clock() + self._settle_s, is_copy
+            self._has_work.set()
 
     async def push_now(self, caches: Iterable[Cache]) -> None:
-        """Give these away now, all at once, instead of in their turn."""
-        wanted = [cache for cache in caches if self.queue.pop(cache, None) is not None]
-        await asyncio.gather(*(self._push_one(cache, 0) for cache in wanted))
+        """Give these away now, all at once, instead of in their turn; later what does not get through now."""
+        wanted = [cache for cache in caches if self._new.pop(cache, None) is not None]
+        await asyncio.gather(*(self._push_now(cache) for cache in wanted))
+
+    async def give_now(self, cache: Cache) -> Verdict:
+        """Give one away, to all places where it belongs, whether or not it waits for its turn; what became of it where
+        it went worst."""
+        worst = Verdict.NOWHERE
+        for place in self._homes(cache):
+            verdict = await self._give_ahead(cache, place)
+            worst = verdict if worst in (Verdict.NOWHERE, Verdict.GIVEN) else worst
+        self._progress.set()
+        return worst
 
     def withdraw(self, is_meant: Callable[[Cache], bool]) -> None:
         """Caches were deleted: those that wait are not given, those on their way are deleted where they went."""
-        self.queue = {cache: turn for cache, turn in self.queue.items() if not is_meant(cache)}
-        self._running |= {cache: True for cache in self._running if is_meant(cache)}
+        for waiting in (self._new, self._homeless):
+            for cache in [one for one in waiting if is_meant(one)]:
+                del waiting[cache]
+        self._lanes.withdraw([cache for cache in dict.fromkeys(self._lanes.caches()) if is_meant(cache)])
+        self._giving.withdraw(is_meant)
+        self._progress.set()
+
+    def wake(self) -> None:
+        """Members have changed: who had no place may have one, who was lost may be there, or have lost what it had."""
+        self._giving.forget()
+        self._lanes.hurry()
+        homeless, self._homeless = self._homeless, {}
+        for cache in homeless:
+            self._new[cache] = -math.inf, False
+            self._new.move_to_end(cache, last=False)
+        self._has_work.set()
+
+    # Who works on it
 
     async def _push_forever(self) -> None:
         while True:
-            if not self.queue:
-                self._has_work.clear()
-                await self._has_work.wait()
-                continue
-            cache, (due_s, tries) = next(iter(self.queue.items()))
-            wait_s = due_s - self._clock()
-            if wait_s > 0:
-                await asyncio.sleep(wait_s)
-                continue
-            del self.queue[cache]
-            await self._push_one(cache, tries)
+            self._has_work.clear()
+            try:
+                wait_s = self._begin_due()
+            except Exception:  # noqa: BLE001  a task's top: those that it did not come to stay here
+                _LOG.exception("beginning to give caches away failed. Please report this")
+                wait_s = TICK_S
+            await asyncio.sleep(0)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._has_work.wait(), None if wait_s == math.inf else wait_s)
 
-    async def _push_one(self, cache: Cache, tries: int) -> None:
-        self._running[cache] = False
+    def _begin_due(self) -> float:
+        """Begin what may begin; seconds until it is worth looking again."""
+        now_s = self._clock()
+        for _ in range(ROUTES_MAX):
+            cache, (due_s, is_copy) = next(iter(self._new.items()), (None, (math.inf, False)))
+            if cache is None or due_s > now_s:
+                break
+            del self._new[cache]
+            self._route(cache, is_copy=is_copy)
+        else:
+            self._has_work.set()
+        for errand in self._lanes.due(now_s):
+            self._do(self._run(errand))
+        self._progress.set()
+        return TICK_S if self._lanes.waiting else self._settle_s if self._new else math.inf
+
+    def _route(self, cache: Cache, *, is_copy: bool = False) -> None:
+        """To the lanes of the places where it belongs now."""
+        homes = self._homes(cache, is_copy=is_copy)
+        if not homes and not is_copy and not cache.is_hidden:
+            self._homeless[cache] = None
+        for place in homes:
+            self._lanes.add(Errand(place, cache.family.space, cache.key, cache, is_copy))
+
+    def _homes(self, cache: Cache, *, is_copy: bool = False) -> Sequence[Place]:
+        """Of a copy only those where it belongs since it is hot: none, unless this node is the first of its owners."""
+        segment = cache.family.segment
+        if not is_copy:
+            return self._directory.homes(segment, group_of(cache).uses)
+        cold = self._directory.homes(segment, 0)
+        return [place for place in self._directory.homes(segment, HOT_USES) if place not in cold]
+
+    async def _run(self, errand: Errand) -> None:
         try:
-            await self._push(cache, tries)
+            is_reached = await self._do_errand(errand)
+        except UnavailableError as error:
+            self._counters.failed += 1
+            if not self._lanes.failed(errand, self._clock()):
+                _LOG.warning("cache %s stays here only, %s was not reached: %s", errand.key, errand.place.name, error)
+            return
         except Exception:  # noqa: BLE001  a task's top: the cache stays here
-            _LOG.exception("giving cache %s to its place failed. Please report this", cache)
+            _LOG.exception("an errand to %s about cache %s failed. Please report this", errand.place.name, errand.key)
+            self._lanes.ended(errand, is_reached=False)
+        except asyncio.CancelledError:
+            self._lanes.ended(errand, is_reached=False)
+            raise
+        else:
+            self._lanes.ended(errand, is_reached=is_reached)
         finally:
-            del self._running[cache]
+            self._has_work.set()
             self._progress.set()
 
-    async def _push(self, cache: Cache, tries: int) -> None:
-        for place in self._directory.homes(cache.family.segment, group_of(cache).uses):
-            if cache.is_hidden or not self._catalog.is_readable(cache):
-                self._counters.dropped += 1
-                return
-            try:
-                await self._give(cache, place)
-                if self._running[cache]:
-                    await place.delete(cache.family.space, [cache.key])
-            except UnavailableError as error:
-                self._try_again(cache, tries, place, error)
-            except KVServiceError as error:
-                self._counters.refused += 1
-                _LOG.info("%s did not take cache %s: %s", place.name, cache, error)
+    async def _do_errand(self, errand: Errand) -> bool:
+        """Was its place reached? Raises UnavailableError. What belongs somewhere else by now goes there."""
+        cache, place = errand.cache, errand.place
+        if cache is None:
+            if place in self._directory.everywhere():
+                await self._giving.delete(place, errand.space, errand.key)
+            return place in self._directory.everywhere()
+        if place in self._homes(cache, is_copy=errand.is_copy):
+            return await self._giving.give(cache, place) in (Verdict.GIVEN, Verdict.REFUSED)
+        self._route(cache, is_copy=errand.is_copy)
+        return False
 
-    def _try_again(self, cache: Cache, tries: int, place: Place, error: UnavailableError) -> None:
+    def _delete_later(self, place: Place, space: Space, key: CacheKey) -> None:
+        """It was deleted on its way to a place that is not reached."""
         self._counters.failed += 1
-        if tries + 1 >= TRIES_MAX:
-            _LOG.warning("cache %s stays here only, %s was not reached: %s", cache, place.name, error)
-        elif cache not in self.queue:
-            self.queue[cache] = (self._clock() + self._settle_s * 4 ** (tries + 1), tries + 1)
+        self._lanes.add_failed(Errand(place, space, key), self._clock())
+        self._has_work.set()
 
-    async def _give(self, cache: Cache, place: Place) -> None:
-        """A mirror without its master is of no use to anybody, so that goes first."""
-        for one in (cache,) if cache.master is None else (cache.master, cache):
-            key = (place.name, one.family.space.namespace, one.family.segment, one.context, one.generation)
-            if key not in self._given:
-                await self._give_one(one, place)
-                self._remember(key)
-
-    def _remember(self, key: _Given) -> None:
-        """So that a master is not offered again with each of its mirrors. Forgetting costs a question."""
-        if len(self._given) >= GIVEN_MAX:
-            del self._given[next(iter(self._given))]
-        self._given[key] = None
-
-    async def _give_one(self, cache: Cache, place: Place) -> None:
-        catalog, counters, started_s = self._catalog, self._counters, self._clock()
-        catalog.hold(cache)
+    async def _push_now(self, cache: Cache) -> None:
+        homes = self._homes(cache)
         try:
-            is_new = await place.store(self._parcel(cache))
-        finally:
-            catalog.unhold(cache)
-        counters.seconds += self._clock() - started_s
-        counters.stored += is_new
-        counters.existed += not is_new
-        counters.record_bytes += cache.record_bytes if is_new else 0
+            results = await asyncio.gather(*(self._give_ahead(cache, place) for place in homes))
+        except asyncio.CancelledError:  # who commits is gone, the cache is not
+            self.note(cache)
+            raise
+        for place, verdict in zip(homes, results, strict=True):
+            if verdict is Verdict.UNREACHABLE:
+                self._lanes.add_failed(Errand(place, cache.family.space, cache.key, cache), self._clock())
+        if not homes:
+            self._route(cache)
+        self._has_work.set()
+        self._progress.set()
 
-    def _parcel(self, cache: Cache) -> Parcel:
-        space, view, master = cache.family.space, self._tier.view(cache.extent), cache.master
-        reference = None if master is None else MasterReference(master.context, master.generation)
-        name = RemoteName(space.namespace, cache.family.segment, cache.context)
-        return Parcel(space, name, view, read_head(view).header_checksum, reference, cache.prefill_s)
+    async def _give_ahead(self, cache: Cache, place: Place) -> Verdict:
+        self._ahead += 1
+        try:
+            return await self._giving.give(cache, place)
+        except UnavailableError as error:
+            self._counters.failed += 1
+            _LOG.info("cache %s was not given: %s", cache, error)
+            return Verdict.UNREACHABLE
+        except Exception:  # noqa: BLE001  whoever commits it has it here
+            _LOG.exception("giving cache %s to %s failed. Please report this", cache, place.name)
+            return Verdict.FAILED
+        finally:
+            self._ahead -= 1
+
+    def _do(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

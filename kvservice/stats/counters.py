@@ -127,8 +127,9 @@ class RemoteCounters:
 class PushCounters:
     """Records that were given to other places.
 
-    Existed: the place had the key already. Refused: by the place, for good. Failed: it was not reached; tried again a
-    few times. Dropped: the queue was full, or the cache went before its turn.
+    Existed: the place had the key already. Refused: by the place, for good. Failed: it was not reached; tried again,
+    a few times if only this one fails. Dropped: the queue was full, or the cache went before its turn and was not
+    folded, or its master was deleted.
     """
 
     stored: int = 0

@@ -6,7 +6,16 @@ Counters rise from zero at the start; the rest is how things stand. Sizes are by
 from itertools import accumulate
 from typing import TYPE_CHECKING, TypedDict
 
-from kvservice.accounting import BROKEN_OFF, ERROR_PLACES, FROM_SSD_PLACES, MATCH_PLACES, MISS_PLACES, Ledger, count_at
+from kvservice.accounting import (
+    BROKEN_OFF,
+    ERROR_PLACES,
+    FROM_REMOTE_PLACES,
+    FROM_SSD_PLACES,
+    MATCH_PLACES,
+    MISS_PLACES,
+    Ledger,
+    count_at,
+)
 from kvservice.model.plan import Match
 from kvservice.stats.accounting_document import (
     AccountingDocument,
@@ -88,7 +97,7 @@ class LookupsDocument(TypedDict):
     """Counters of segments, by how what was found matches; ``accounting`` has them by where it was found.
 
     asked = exact + refreshed + shifted + the sum of ``missed`` + broken_off: lookups that ended before they came to it.
-    ``from_ssd``: found, not all of it in memory.
+    ``from_ssd``: found, and some of it was read from SSD; ``from_remote``: some came from another place.
     """
 
     calls: int
@@ -97,6 +106,7 @@ class LookupsDocument(TypedDict):
     refreshed: int
     shifted: int
     from_ssd: int
+    from_remote: int
     missed: dict[str, int]
     broken_off: int
 
@@ -279,6 +289,7 @@ def _lookups(node: "Node", ledger: Ledger) -> LookupsDocument:
         "refreshed": count_at(counts, MATCH_PLACES[Match.REFRESHED]),
         "shifted": count_at(counts, MATCH_PLACES[Match.SHIFTED]),
         "from_ssd": count_at(counts, FROM_SSD_PLACES),
+        "from_remote": count_at(counts, FROM_REMOTE_PLACES),
         "missed": {reason.name.lower(): counts[place] for reason, place in MISS_PLACES.items()},
         "broken_off": counts[ERROR_PLACES[BROKEN_OFF]],
     }

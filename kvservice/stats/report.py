@@ -48,11 +48,16 @@ def _tiers(document: Mapping[str, Any]) -> Table:
 def _lookups(document: Mapping[str, Any]) -> Table:
     lookups = document["lookups"]
     found = lookups["exact"] + lookups["refreshed"] + lookups["shifted"]
-    table = Table("asked", "found", "in memory", "on SSD", "exact", "refreshed", "shifted", "missed", title="Segments")
-    counts = (lookups["asked"], found, found - lookups["from_ssd"], lookups["from_ssd"], lookups["exact"])
+    ssd, remote = lookups["from_ssd"], lookups["from_remote"]
+    elsewhere = {"elsewhere": remote} if remote else {}
+    counts = {
+        "asked": lookups["asked"], "found": found, "in memory": found - ssd - remote, "on SSD": ssd, **elsewhere,
+        "exact": lookups["exact"], "refreshed": lookups["refreshed"], "shifted": lookups["shifted"],
+        "missed": sum(lookups["missed"].values()),
+    }  # fmt: skip
+    table = Table(*counts, title="Segments")
+    table.add_row(*map(str, counts.values()))
     missed = {reason: count for reason, count in lookups["missed"].items() if count}
-    rest = (lookups["refreshed"], lookups["shifted"], sum(missed.values()))
-    table.add_row(*(str(count) for count in (*counts, *rest)))
     if missed:
         table.caption = "missed: " + ", ".join(f"{reason} {count}" for reason, count in missed.items())
     return table
@@ -81,6 +86,15 @@ def _health(document: Mapping[str, Any]) -> Table:
     table.add_row(
         "not written to SSD", ", ".join(f"{reason} {count}" for reason, count in refused.items()) or "nothing"
     )
+    members = {state: count for state, count in document["network"]["members"].items() if count}
+    if members:
+        table.add_row("shared nodes", ", ".join(f"{count} {state}" for state, count in members.items()))
+    remote, pushes = document["remote"], document["pushes"]
+    if remote["asked"] or pushes["stored"] or pushes["queued"]:
+        brought = f"{remote['done']} brought, {text_of_bytes(remote['record_bytes'])}, {remote['failed']} failed"
+        table.add_row("from other places", f"{brought}; {remote['computed_sooner']} left there")
+        given = f"{pushes['stored']} given, {text_of_bytes(pushes['record_bytes'])}, {pushes['failed']} tries failed"
+        table.add_row("to other places", f"{given}; {pushes['queued']} wait")
     handles = document["handles"]
     names = ("sessions", "leases", "reservations")
     table.add_row("held", ", ".join(f"{handles[name]} {name}" for name in names))

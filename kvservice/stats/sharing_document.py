@@ -110,5 +110,5 @@ def pushes_document(node: "Node") -> PushesDocument:
         "dropped": pushes.dropped,
         "record_bytes": pushes.record_bytes,
         "seconds": round(pushes.seconds, 6),
-        "queued": 0 if node.sharing is None else len(node.sharing.pushes.queue),
+        "queued": 0 if node.sharing is None else node.sharing.pushes.waiting,
     }

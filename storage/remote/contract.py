@@ -109,5 +109,11 @@ class RemoteTier(Protocol):
     async def delete(self, name: RemoteName) -> bool:
         """Forget a name; was it there? When this returns no ``find`` answers with it."""
 
+    async def delete_all(self, namespace: Namespace) -> int:
+        """Forget all of a namespace, in batches that have the deadline each; how many names there were.
+
+        Raises NotListedError, and has deleted nothing, if the place cannot list what it holds.
+        """
+
     async def close(self) -> None:
         """End what is open. Safe to call twice."""

@@ -14,7 +14,7 @@ take 30 s and more when a server hangs: they run in threads of their own, into m
 import asyncio
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -24,6 +24,7 @@ from kvservice.model.errors import (
     ConfigError,
     CorruptError,
     KVServiceError,
+    NotListedError,
     RecordFormatError,
     StaleEpochError,
     UnavailableError,
@@ -150,6 +151,13 @@ class MooncakeObjects:
         if head is not None and not _is_small(head[0].record_bytes):
             await self._call(functools.partial(self._store.batch_remove, _piece_keys(key, head[1]), True))
         return was_there
+
+    def delete_all(self, namespace: Namespace) -> AsyncGenerator[int]:
+        """See objects.Objects. It cannot."""
+        raise NotListedError(
+            f"the pool cannot list what it holds, so it keeps what else it has of namespace {namespace.hex()[:12]}, "
+            "until it needs the room; delete caches by their keys"
+        )
 
     async def close(self) -> None:
         """Close the client, unless one of its calls hangs: closing under it is not safe, so that one stays."""

@@ -41,10 +41,22 @@ class ObjectNames:
         """What all names start with, without the last separator."""
         return self._start
 
+    def namespace(self, namespace: Namespace) -> str:
+        """What the names of all caches of a namespace start with, without the last separator."""
+        assert len(namespace) == DIGEST_BYTES, namespace
+        return self._separator.join((self._start, namespace.hex()))
+
+    def is_record(self, text: str, namespace: Namespace) -> bool:
+        """Is this the name of a record of the namespace?"""
+        start = self.namespace(namespace) + self._separator
+        segment, separator, context = text.removeprefix(start).partition(self._separator)
+        is_named = context_of(segment) is not None and context_of(context) is not None
+        return text.startswith(start) and bool(separator) and is_named
+
     def segment(self, namespace: Namespace, segment: SegmentId) -> str:
         """What the names of all caches of a segment start with, without the last separator."""
-        assert len(namespace) == len(segment) == DIGEST_BYTES, (namespace, segment)
-        return self._separator.join((self._start, namespace.hex(), segment.hex()))
+        assert len(segment) == DIGEST_BYTES, segment
+        return self._separator.join((self.namespace(namespace), segment.hex()))
 
     def record(self, name: RemoteName) -> str:
         """A record's name."""

@@ -2,7 +2,7 @@
 verification, deadlines, breaker and counts, is in tier.py, once.
 """
 
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import NamedTuple, Protocol
 
 from kvservice.model.identity import Namespace
@@ -56,6 +56,12 @@ class Objects(Protocol):
 
     async def delete(self, name: RemoteName) -> bool:
         """Forget a name; was it there?"""
+
+    def delete_all(self, namespace: Namespace) -> AsyncGenerator[int]:
+        """Forget all of a namespace; of every batch, which is one deadline's work, how many. NotListedError: it cannot.
+
+        What somebody else put under names like ours stays.
+        """
 
     async def close(self) -> None:
         """End what is open. Called once."""

@@ -11,7 +11,7 @@ noeviction a full server keeps the oldest for good.
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,7 @@ _CONNECTIONS_MAX = 32
 """Twice what all fetches at once take, so that finds do not wait for them."""
 _CONTEXTS_MAX = 256
 """The oldest leave a segment's list behind so many; they are still found by name."""
+_SCANNED = 1000
 _KEYS_A_TURN = 64
 """Heads are 8 KB: a turn of the server is half a MB."""
 
@@ -144,6 +145,26 @@ class RedisObjects:
             pipeline.zrem(self._names.segment(name.namespace, name.segment), name.context.hex())
             deleted, _ = await pipeline.execute()
         return bool(deleted)
+
+    async def delete_all(self, namespace: Namespace) -> AsyncGenerator[int]:
+        """See objects.Objects. Walks all keys of the server, a thousand at a time, and the segments' lists go too."""
+        cursor, match = 0, f"{self._names.namespace(namespace)}:*"
+        while True:
+            with self._translated():
+                cursor, found = await self._client.scan(cursor, match=match, count=_SCANNED)
+            keys = [key.decode("ascii", "replace") for key in found]
+            records = [key for key in keys if self._names.is_record(key, namespace)]
+            lists = [key for key in keys if context_of(key.rpartition(":")[2]) and key.count(":") == match.count(":")]
+            deleted = 0
+            for at in range(0, len(records), _KEYS_A_TURN):
+                with self._translated():
+                    deleted += await self._client.delete(*records[at : at + _KEYS_A_TURN])
+            if lists:
+                with self._translated():
+                    await self._client.delete(*lists)
+            yield deleted
+            if not cursor:
+                return
 
     async def close(self) -> None:
         """Close all connections."""

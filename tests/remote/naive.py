@@ -1,7 +1,7 @@
 """The plainest engine: a dict. It misbehaves when told to: hangs, fails, or answers slowly."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 
 import numpy as np
 
@@ -60,6 +60,11 @@ class DictObjects:
     async def delete(self, name: RemoteName) -> bool:
         await self._called("delete")
         return self.kept.pop(name, None) is not None
+
+    async def delete_all(self, namespace: Namespace) -> AsyncGenerator[int]:
+        await self._called("delete_all")
+        for name in [one for one in self.kept if one.namespace == namespace]:
+            yield self.kept.pop(name, None) is not None
 
     async def close(self) -> None:
         await self._called("close")

@@ -197,7 +197,7 @@ async def test_redis_asks_for_a_password(request: pytest.FixtureRequest, tmp_pat
 
 async def test_redis_users_see_what_their_rights_say(request: pytest.FixtureRequest, tmp_path: Path) -> None:
     require_module(request, "redis", "pip install 'kvservice[redis]'")
-    rights = "+getrange +strlen +set +del +zadd +zrevrange +zrem +zremrangebyrank"
+    rights = "+getrange +strlen +set +del +zadd +zrevrange +zrem +zremrangebyrank +scan"
     (tmp_path / "users").write_text(f"user default off\nuser engine on >word ~ours:* {rights}\n")
     with running(redis_server(request, tmp_path, "--aclfile", str(tmp_path / "users"))) as server:
         place = f"redis://engine:word@127.0.0.1:{server.port}/0"
@@ -207,6 +207,7 @@ async def test_redis_users_see_what_their_rights_say(request: pytest.FixtureRequ
         (found,) = await tier.find([wanted(make_record(context=1)[0], others_max=1)])
         assert same((await fetch(tier, found[0])).bytes, record)
         assert await tier.delete(name)
+        assert await tier.delete_all(name.namespace) == 0
         await tier.close()
         with pytest.raises(ConfigError, match="refused"):
             await open_remote(f"{place}?prefix=theirs", deadline_s=5.0)

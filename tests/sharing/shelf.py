@@ -8,7 +8,8 @@ import numpy as np
 
 from kvservice.access.quotas import Quota, Quotas, QuotaTable
 from kvservice.limits import NodeLimits
-from kvservice.model.errors import KVServiceError, UnavailableError
+from kvservice.model.errors import KVServiceError, NotListedError, UnavailableError
+from kvservice.model.identity import Namespace
 from kvservice.model.segment import SegmentId
 from kvservice.peers.routes import Router
 from kvservice.peers.routes_log import Medium
@@ -82,6 +83,13 @@ class Shelf:
         self._go()
         return self.records.pop(name, None) is not None
 
+    async def delete_all(self, namespace: Namespace) -> int:
+        self._go()
+        if not self.features.lists_segments:
+            raise NotListedError("the shelf cannot list what it holds")
+        names = [name for name in self.records if name.namespace == namespace]
+        return sum(self.records.pop(name, None) is not None for name in names)
+
     async def close(self) -> None:
         self.fault = UnavailableError("the shelf is closed")
 
@@ -114,6 +122,9 @@ class Shelves:
         return self.places
 
     def behind(self, _: SegmentId) -> Sequence[Place]:
+        return self.places
+
+    def storages(self) -> Sequence[Place]:
         return self.places
 
     def homes(self, _: SegmentId, __: int) -> Sequence[Place]:

@@ -16,6 +16,8 @@ from kvservice.peers.member import MemberState
 from tests.client.builders import assert_equal_bits, free_port, make_settings
 from tests.sharing.nodes import MIB, Rows, Worker, addresses, live, prompt_of, sidecar, until, worker
 
+pytestmark = pytest.mark.hosts
+
 
 @contextmanager
 def serving(folder: Path, port: int, *flags: str) -> Iterator[subprocess.Popen[str]]:
@@ -54,7 +56,6 @@ def expired(node: LocalNode, port: int) -> int:
     return int(node.on_loop(lambda _: link_of(node, port).counters.expired))  # type: ignore[attr-defined]
 
 
-@pytest.mark.slow
 def test_a_killed_owner_is_a_miss_and_finds_its_caches_again_after_a_restart(tmp_path: Path) -> None:
     port, folder = free_port(), tmp_path / "shared"
     with serving(folder, port) as process, sidecar(tmp_path / "a", port) as node, worker(node) as writer:
@@ -71,7 +72,6 @@ def test_a_killed_owner_is_a_miss_and_finds_its_caches_again_after_a_restart(tmp
                 assert_equal_bits(found[0], rows)
 
 
-@pytest.mark.slow
 def test_a_stopped_owner_costs_one_deadline_for_all_keys_and_work_resumes(tmp_path: Path) -> None:
     port = free_port()
     with (
@@ -94,7 +94,6 @@ def test_a_stopped_owner_costs_one_deadline_for_all_keys_and_work_resumes(tmp_pa
         assert_equal_bits(found[0], rows)
 
 
-@pytest.mark.slow
 def test_the_copy_of_a_nodes_disk_is_refused_while_the_first_one_lives(tmp_path: Path) -> None:
     first, second = free_port(), free_port()
     with serving(tmp_path / "one", first):
@@ -112,7 +111,6 @@ def test_the_copy_of_a_nodes_disk_is_refused_while_the_first_one_lives(tmp_path:
         assert len([one for one in cluster.directory.members if one.state is MemberState.LIVE]) == 1
 
 
-@pytest.mark.slow
 def test_a_full_owner_refuses_and_nobody_is_hurt(tmp_path: Path) -> None:
     port = free_port()
     flags = ("--host-bytes", "1MiB", "--ssd-bytes", "1MiB")
@@ -124,7 +122,6 @@ def test_a_full_owner_refuses_and_nobody_is_hurt(tmp_path: Path) -> None:
             assert_equal_bits(found[0], expected)
 
 
-@pytest.mark.slow
 def test_the_command_line_tells_who_is_there_and_drains(tmp_path: Path) -> None:
     first, second = free_port(), free_port()
     shared = ("--shared", addresses(first, second))
