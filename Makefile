@@ -12,7 +12,7 @@ SEED ?=
 RUN := PYTHONSAFEPATH=1 $(VENV)/bin/
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo serve test crash simulation vllm-env test-vllm page-env test-page remote-env test-remote check-alerts check proto bench bench-vllm bench-vllm-rounds bench-vllm-gaps bench-quality lock clean
+.PHONY: setup demo serve test crash simulation vllm-env test-vllm page-env test-page test-heavy remote-env test-remote check-alerts check proto bench bench-vllm bench-vllm-rounds bench-vllm-gaps bench-quality lock clean
 
 setup: $(STAMP)
 
@@ -48,14 +48,18 @@ page-env: setup
 test-page: setup page-env
 	PYTHONPATH=$(PAGE_PACKAGES) $(RUN)pytest tests/page/browser --chromium=$(CHROMIUM)
 
+# Several nodes as processes, on hosts of their own (root, iproute2), and plans against long runs: five minutes.
+test-heavy: setup
+	$(RUN)pytest -m heavy
+
 # What engines of cold storage need, in a folder of its own, outside the checkout.
 remote-env: setup
 	test -e $(REMOTE_PACKAGES)/obstore || $(VENV)/bin/pip install --quiet --target $(REMOTE_PACKAGES) \
 		obstore redis 'moto[server]' mooncake-transfer-engine-non-cuda dnspython
 
-# Against real servers on loopback (Redis, etcd, an S3 server, Mooncake) and between hosts of its own. apt-get install redis-server etcd-server
+# Against real servers on loopback: Redis, etcd, an S3 server, Mooncake. apt-get install redis-server etcd-server
 test-remote: remote-env
-	PATH=$(REMOTE_PACKAGES)/bin:$$PATH PYTHONPATH=$(REMOTE_PACKAGES) $(RUN)pytest tests/remote tests/peers tests/sharing -m 'not crash' --require-servers
+	PATH=$(REMOTE_PACKAGES)/bin:$$PATH PYTHONPATH=$(REMOTE_PACKAGES) $(RUN)pytest tests/remote tests/peers tests/sharing --require-servers
 
 # Prometheus's own check of alerts and their tests: apt-get install prometheus brings promtool.
 check-alerts:

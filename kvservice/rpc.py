@@ -25,6 +25,7 @@ from kvservice.model.errors import (
     LeaseExpiredError,
     LimitError,
     MasterGoneError,
+    NotListedError,
     NotOwnedError,
     RecordFormatError,
     StaleEpochError,
@@ -58,6 +59,7 @@ _STATUS: tuple[tuple[type[KVServiceError], grpc.StatusCode], ...] = (
     (UnknownSessionError, grpc.StatusCode.FAILED_PRECONDITION),
     (LeaseExpiredError, grpc.StatusCode.FAILED_PRECONDITION),
     (MasterGoneError, grpc.StatusCode.FAILED_PRECONDITION),
+    (NotListedError, grpc.StatusCode.UNIMPLEMENTED),
     (UnavailableError, grpc.StatusCode.UNAVAILABLE),
 )
 Request = TypeVar("Request")

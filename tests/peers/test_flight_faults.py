@@ -366,7 +366,12 @@ async def test_who_brings_nothing_loses_its_room(caplog: pytest.LogCaptureFixtur
 def other() -> Iterator[tuple[subprocess.Popen[str], FlightAddress]]:
     command = [sys.executable, "-m", "tests.peers.peer_process", "flight"]
     process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=process_environment()
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=process_environment({"PYTHONPATH": str(ROOT)}),
     )
     assert process.stdout is not None
     try:

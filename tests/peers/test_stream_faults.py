@@ -371,7 +371,12 @@ async def test_a_wrong_frame_in_a_record_ends_the_connection(
 def other() -> Iterator[tuple[subprocess.Popen[str], Address]]:
     command = [sys.executable, "-m", "tests.peers.peer_process"]
     process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=process_environment()
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=process_environment({"PYTHONPATH": str(ROOT)}),
     )
     assert process.stdout is not None
     try:

@@ -79,7 +79,7 @@ def tiers(sizes: Any) -> dict[str, float]:
     return {"all": sizes["hit_ratio"], "ssd": sizes["ssd_hit_ratio"], "host": sizes["host_hit_ratio"]}
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_a_service_of_the_planned_sizes_finds_what_was_predicted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -228,6 +228,7 @@ def test_a_delete_that_storage_behind_the_owner_is_slow_with_says_so_and_goes_on
         assert engine.find(META) is Outcome.MISS
 
 
+@pytest.mark.heavy
 def test_who_left_does_not_take_along_the_link_of_who_is_there_now(tmp_path: Path) -> None:
     port = free_port()
     settings = make_settings(tmp_path, shared=addresses(port), member_grace_s=4.0, **PATIENT)
@@ -261,6 +262,7 @@ def test_a_live_member_without_a_place_gets_one(tmp_path: Path) -> None:
             node.run_on_loop(place.close())
 
 
+@pytest.mark.heavy
 def test_who_listens_hears_when_a_member_is_live_and_when_one_booted_again(tmp_path: Path) -> None:
     port, heard = free_port(), list[str]()
     with LocalNode(make_settings(tmp_path, shared=addresses(port), **PATIENT)) as node:

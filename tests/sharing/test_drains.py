@@ -22,6 +22,7 @@ from tests.sharing.nodes import (
 )
 
 
+@pytest.mark.heavy
 def test_what_its_owner_was_away_for_is_given_when_it_is_back(tmp_path: Path) -> None:
     port = free_port()
     values = PATIENT | {"peer_deadline_s": 1.0, "shared": addresses(port)}

@@ -79,6 +79,7 @@ def test_flight_alone_carries_everything(tmp_path: Path, peer_port: int) -> None
         assert flight_records(second)
 
 
+@pytest.mark.heavy
 def test_a_node_that_goes_is_lost_over_both_ways_and_found_again(tmp_path: Path) -> None:
     port, flight_port = free_port(), free_port()
     with sidecar(tmp_path / "a") as lonely:

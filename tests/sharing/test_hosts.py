@@ -12,7 +12,7 @@ from tests.client.builders import Engine, assert_equal_bits
 from tests.sharing.hosts import PEER_PORT, Host, hosts, why_not
 from tests.sharing.nodes import IDENTITY, Rows, prompt_of, until
 
-pytestmark = [pytest.mark.hosts, pytest.mark.skipif(bool(why_not()), reason=why_not() or "hosts can be made")]
+pytestmark = [pytest.mark.heavy, pytest.mark.skipif(bool(why_not()), reason=why_not() or "hosts can be made")]
 
 
 class Sidecar:

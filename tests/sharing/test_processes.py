@@ -16,7 +16,7 @@ from kvservice.peers.member import MemberState
 from tests.client.builders import assert_equal_bits, free_port, make_settings
 from tests.sharing.nodes import MIB, Rows, Worker, addresses, live, prompt_of, sidecar, until, worker
 
-pytestmark = pytest.mark.hosts
+pytestmark = pytest.mark.heavy
 
 
 @contextmanager
