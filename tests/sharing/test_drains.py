@@ -4,6 +4,8 @@ import threading
 import time
 from pathlib import Path
 
+import pytest
+
 from kvservice.app import LocalNode, Service
 from kvservice.client import Client
 from kvservice.sharing import command
