@@ -10,6 +10,7 @@ as a connection refused while the other side restarts, cost nothing and is forgi
 """
 
 import enum
+import math
 import threading
 from collections.abc import Callable
 
@@ -27,15 +28,25 @@ class BreakerState(enum.IntEnum):
 class Breaker:
     """Safe from any thread, does no I/O. ``clock``: seconds that never go back.
 
+    ``slow_s``: an answer that took longer is a failure; for who does better without one that comes late.
     Ask ``allows`` right before a call, after any waiting for a turn: calls that queue behind one that ran into its
     deadline then fail at once. A probe of which nothing is heard for a pause is lost; the next caller probes.
     """
 
-    def __init__(self, clock: Clock, *, failures_max: int = 3, pause_s: float = 1.0, pause_s_max: float = 30.0) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        *,
+        failures_max: int = 3,
+        slow_s: float = math.inf,
+        pause_s: float = 1.0,
+        pause_s_max: float = 30.0,
+    ) -> None:
         assert failures_max >= 1, failures_max
         assert 0 < pause_s <= pause_s_max, (pause_s, pause_s_max)
         self._clock = clock
         self._failures_max = failures_max
+        self._slow_s = slow_s
         self._pause_s_min, self._pause_s_max = pause_s, pause_s_max
         self._lock = threading.Lock()
         self._state = BreakerState.CLOSED
@@ -56,6 +67,8 @@ class Breaker:
 
     def allows(self) -> bool:
         """May a call be made now? While half-open only one may, the probe."""
+        if self.state is BreakerState.CLOSED:  # the usual case, without the lock
+            return True
         with self._lock:
             if self._state is BreakerState.CLOSED:
                 return True
@@ -66,8 +79,12 @@ class Breaker:
             self._until_s = now_s + self._pause_s
             return True
 
-    def succeeded(self) -> None:
-        """An answer came, whatever it says. While open nothing changes: it was asked before the trouble."""
+    def succeeded(self, seconds: float = 0.0) -> None:
+        """An answer came after ``seconds``, whatever it says. While open nothing changes: it was asked before the
+        trouble."""
+        if seconds > self._slow_s:
+            self.failed()
+            return
         with self._lock:
             if self._state is not BreakerState.OPEN:
                 self._state = BreakerState.CLOSED
