@@ -1,9 +1,13 @@
 """What do rounds inside vLLM bring: time to all first tokens of a round, bytes, and agreement with full prefill?
 
 The real vLLM on this machine's CPU, SmolLM2-135M, N agents of the demo's scene in several rounds: each prompt is an
-agent's growing private history, all outputs of the round before in one order, and a question; what an agent said itself
-is in its history from the next round on (with --twice at once, so that it stands twice). The engine without connector
-answers first: its outputs make the prompts of every other leg. Legs, each a process of its own, in turns:
+agent's private history, all outputs of the round before in one order, and a question. What becomes of older outputs is
+up to --history:
+    own         an agent keeps what it said itself, from the next round on: rows that nobody shares
+    twice       the same at once, so that it stands twice
+    transcript  all keep all that was said, as in a debate whose context accumulates
+The engine without connector answers first: its outputs make the prompts of every other leg. Legs, each a process of its
+own, in turns:
     full         no connector; the engine's own prefix cache keeps histories
     collective   rounds: a leader, one pass for all others, mirrors
     one by one   the same reuse, a prompt at a time
@@ -82,6 +86,8 @@ class Leg:
             found.append(
                 {"seconds": seconds, "first": first, "roles": roles, "counts": stored, **self.scores(one, number)}
             )
+        if self.counts().get("round_params_refused"):
+            raise SystemExit("the connector refused what the requests say of their round: see --mode and its log")
         self.llm.llm_engine.engine_core.shutdown()
         return {"rounds": found, "said": world}
 
@@ -152,14 +158,16 @@ class Leg:
         histories = [encode(texts.history((scene * 2)[index][1])) for index in range(len(agents))]
         tail = encode(texts.TAIL)
         openings = [encode(texts.opening(name)) for name in agents]
+        past: list[list[int]] = []
         shared: list[list[int]] = []
         world = []
         for number in range(self.spec["rounds"] + 1):
             ask = tail if number else encode(texts.request())
-            prompts = [[*history, *(t for one in shared for t in one), *ask] for history in histories]
+            public = [*past, *shared]
+            prompts = [[*history, *(t for one in public for t in one), *ask] for history in histories]
             if number:
                 segments = [
-                    [["private", len(history)], *[["shared", len(one)] for one in shared], ["private", len(ask)]]
+                    [["private", len(history)], *[["shared", len(one)] for one in public], ["private", len(ask)]]
                     for history in histories
                 ]
                 reference, _ = self.ask(prompts, None, max_tokens=SCORED_TOKENS, ignore_eos=True)
@@ -167,7 +175,9 @@ class Leg:
                     {"agents": agents, "prompts": prompts, "segments": segments,
                      "reference": [list(one.outputs[0].token_ids) for one in reference]}
                 )  # fmt: skip
-            if not self.spec["twice"]:  # what an agent said stands once in its prompt: among the shared outputs
+            if self.spec["history"] == "transcript":
+                past = public
+            elif self.spec["history"] == "own":  # what an agent said stands once in its prompt
                 histories = [
                     [*history, *said] for history, said in zip(histories, shared or [[]] * len(agents), strict=True)
                 ]
@@ -177,7 +187,7 @@ class Leg:
                 [*opening, *until_end(list(output.outputs[0].token_ids))]
                 for opening, output in zip(openings, outputs, strict=True)
             ]
-            if self.spec["twice"]:
+            if self.spec["history"] == "twice":
                 histories = [[*history, *said] for history, said in zip(histories, shared, strict=True)]
         return world
 
@@ -226,7 +236,7 @@ def measure(model: Path, options: argparse.Namespace) -> dict[str, list[dict[str
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in options.legs}
     said: list[dict[str, Any]] = []
     base = {"model": str(model), "agents": options.agents, "rounds": options.rounds, "mode": options.mode,
-            "twice": options.twice}  # fmt: skip
+            "history": options.history}  # fmt: skip
     for _ in range(options.repetitions):
         folder, other = (Path(tempfile.mkdtemp(prefix="kvb-", dir="/tmp")) for _ in range(2))
         try:
@@ -291,7 +301,7 @@ def main() -> int:
     parser.add_argument("--repetitions", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2, help="of the engine's matrix products")
     parser.add_argument("--mode", type=json.loads, default=DEFAULT_MODE, help="how shared segments are reused, as JSON")
-    parser.add_argument("--twice", action="store_true", help="an agent's own last output in its history, too")
+    parser.add_argument("--history", choices=("own", "twice", "transcript"), default="own", help="of older outputs")
     parser.add_argument("--options", type=json.loads, default={}, help="of the connector besides, as JSON")
     parser.add_argument("--legs", nargs="+", default=list(LEGS), choices=LEGS)
     parser.add_argument("--leg", help=argparse.SUPPRESS)

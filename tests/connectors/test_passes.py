@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvservice.app import Service
 from kvservice.client.connectors.breaker import Breaker, BreakerState
-from kvservice.client.connectors.vllm.chunks import ChunkChain
+from kvservice.client.connectors.vllm.chunks import Chunk, ChunkChain
 from kvservice.client.connectors.vllm.link import Link
 from kvservice.client.connectors.vllm.loads import Loads
 from kvservice.client.connectors.vllm.members import segment_chunk
@@ -19,7 +19,8 @@ from kvservice.client.connectors.vllm.metadata import LoadOrder, RefreshOrder, S
 from kvservice.client.connectors.vllm.metrics import Counts
 from kvservice.client.connectors.vllm.paged import EnginePaged
 from kvservice.client.connectors.vllm.passes import Ended, Passes
-from kvservice.client.connectors.vllm.saves import Saves, Staging
+from kvservice.client.connectors.vllm.saves import Saves
+from kvservice.client.connectors.vllm.staging import Staging
 from kvservice.client.connectors.vllm.warm_up import warm_up
 from kvservice.client.reuse.engine import Planes, Rows
 from kvservice.client.rounds import PartKind, ReusePolicy, RoundPrompt
@@ -139,35 +140,30 @@ class World:
 
     def store_exact(self, prompt: RoundPrompt, indices: Sequence[int]) -> None:
         """As the engine would have computed them: digests."""
-        saves = self.saves()
-        drafts = []
-        for index in indices:
-            chunk = segment_chunk(prompt, index, is_refreshed=False)
-            drafts.append((saves.begin(SaveOrder("", chunk, ())), prompt.tokens[chunk.start : chunk.end], chunk.start))
-        self._fill(saves, drafts)
+        self._store(prompt, [segment_chunk(prompt, index, is_refreshed=False) for index in indices])
 
     def store_history(self, prompt: RoundPrompt, tokens: int) -> tuple:  # type: ignore[type-arg]
         chain = ChunkChain([self.identity.namespace()], CHUNK, BLOCK_SIZE)
         chunks = tuple(chain.extend(prompt.tokens[:tokens]))
-        saves = self.saves()
-        self._fill(
-            saves,
-            [(saves.begin(SaveOrder("", one, ())), prompt.tokens[one.start : one.end], one.start) for one in chunks],
-        )
+        self._store(prompt, chunks)
         return chunks
 
     def saves(self) -> Saves:
         link = Link(lambda: self.open_session(is_writer=True), Breaker(lambda: 0.0))
         return Saves(link, self.identity, 0, 1 << 26, Counts())
 
-    def _fill(self, saves: Saves, drafts: Sequence) -> None:  # type: ignore[type-arg]
-        for draft, tokens, start in drafts:
-            rows = Rows.at(torch.arange(start, start + len(tokens)), torch.arange(start + len(tokens)))
+    def _store(self, prompt: RoundPrompt, chunks: Sequence[Chunk]) -> None:
+        saves = self.saves()
+        gathered = saves.begin([SaveOrder("", one, ()) for one in chunks])
+        assert gathered is not None
+        for draft in gathered.drafts:
+            start, end = draft.order.chunk.start, draft.order.chunk.end
+            rows = Rows.at(torch.arange(start, end), torch.arange(end))
             for layer in range(GEOMETRY.layers):
-                planes = self.engine.probe(layer, torch.tensor(tokens)[:, None], rows)
+                planes = self.engine.probe(layer, torch.tensor(prompt.tokens[start:end])[:, None], rows)
                 for target, plane in zip(draft.planes[layer], planes, strict=True):
                     target[:] = plane.flatten(1).view(torch.int16).numpy().view(np.uint16)
-        saves.hand_over([draft for draft, _, _ in drafts])
+        saves.hand_over(gathered)
         saves.close()
 
     def order(self, index: int, *, first_block: int, chunks: tuple = (), exact_end: int = 0) -> RefreshOrder:  # type: ignore[type-arg]

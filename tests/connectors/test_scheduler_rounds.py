@@ -87,11 +87,10 @@ class World:
     def store(self, chunks: Sequence[Chunk]) -> None:
         link = Link(lambda: self.open_session(is_writer=True), Breaker(self.clock))
         saves = Saves(link, self.identity, 0, 1 << 20, Counts())
-        drafts = [saves.begin(SaveOrder("", chunk, ())) for chunk in chunks]
-        for draft in drafts:
-            assert draft is not None
-            draft.buffer[:] = 1
-        saves.hand_over([draft for draft in drafts if draft is not None])
+        gathered = saves.begin([SaveOrder("", chunk, ()) for chunk in chunks])
+        assert gathered is not None
+        gathered.buffer[:] = 1
+        saves.hand_over(gathered)
         assert wait_for(lambda: not saves.bytes_waiting)  # closing waits for some seconds only
         saves.close()
 

@@ -79,11 +79,10 @@ class World:
         for rank in ranks:
             link = Link(lambda: self.open_session(is_writer=True), Breaker(self.clock))
             saves = Saves(link, self.identities[rank], rank, 1 << 20, Counts())
-            drafts = [saves.begin(SaveOrder("", chunk, ())) for chunk in [*chunks, *([last] if last else [])]]
-            for draft in drafts:
-                assert draft is not None
-                draft.buffer[:] = 1
-            saves.hand_over([draft for draft in drafts if draft is not None])
+            gathered = saves.begin([SaveOrder("", chunk, ()) for chunk in [*chunks, *([last] if last else [])]])
+            assert gathered is not None
+            gathered.buffer[:] = 1
+            saves.hand_over(gathered)
             saves.close()
 
     def answer(self, request: FakeRequest, local: int = 0) -> tuple[int | None, bool]:

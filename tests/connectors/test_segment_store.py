@@ -70,12 +70,12 @@ def save(world: World, order: RefreshOrder, index: int) -> Counts:
     blocks, skip = order.block_ids[first : -(-chunk.end // BLOCK_SIZE)], chunk.start % BLOCK_SIZE
     link = Link(lambda: world.open_session(is_writer=True), Breaker(lambda: 0.0))
     saves = Saves(link, world.identity, 0, 1 << 26, counts)
-    draft = saves.begin(SaveOrder("reader", chunk, blocks, skip, prompt=prompt, index=index))
-    assert draft is not None
+    gathered = saves.begin([SaveOrder("reader", chunk, blocks, skip, prompt=prompt, index=index)])
+    assert gathered is not None
     place = world.paged.place(blocks, skip, chunk.tokens)
     for layer in range(GEOMETRY.layers):
-        world.paged.gather(layer, place, draft.planes[layer])
-    saves.hand_over([draft])
+        world.paged.gather(layer, place, gathered.planes[layer])
+    saves.hand_over(gathered)
     assert wait_for(lambda: not saves.bytes_waiting)
     saves.close()
     return counts

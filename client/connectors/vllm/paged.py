@@ -5,7 +5,7 @@ A cache in the host's memory is moved by the kernels' tables of places, without 
 1.7. Needs torch, imports no engine.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -29,6 +29,11 @@ class Place:
     """Where rows lie: ``slots`` int64 ``[rows]``, on the host."""
 
     slots: Tensor
+
+    @classmethod
+    def joined(cls, places: Iterable["Place"]) -> "Place":
+        """The rows of one place behind those of the other."""
+        return cls(torch.cat([place.slots for place in places]))
 
     def __len__(self) -> int:
         return len(self.slots)

@@ -23,7 +23,7 @@ from kvservice.client.connectors.vllm.loads import Load, Loads
 from kvservice.client.connectors.vllm.metadata import LoadOrder, RefreshOrder
 from kvservice.client.connectors.vllm.metrics import Counts
 from kvservice.client.connectors.vllm.paged import EnginePaged
-from kvservice.client.connectors.vllm.saves import Staging
+from kvservice.client.connectors.vllm.staging import Staging
 from kvservice.client.reuse.engine import Engine
 from kvservice.model.errors import KVServiceError, UnavailableError
 from kvservice.model.identity import Identity

@@ -10,8 +10,8 @@ import numpy as np
 
 from kvservice.client.connectors.vllm.metrics import Counts
 from kvservice.client.connectors.vllm.pass_store import count_stored
-from kvservice.client.connectors.vllm.saves import Draft
 from kvservice.client.connectors.vllm.snapshot import StagedRows
+from kvservice.client.connectors.vllm.staging import Draft
 from kvservice.client.paged import Slots
 from kvservice.client.plans import look_up
 from kvservice.client.rounds import RoundPrompt

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from kvservice.client.connectors.vllm.paged import EnginePaged, Place
-from kvservice.client.connectors.vllm.saves import Staging
+from kvservice.client.connectors.vllm.staging import Staging
 from kvservice.client.paged import PagedSegment, Slots, layer_rotations
 from kvservice.kernels import cpu
 from kvservice.kernels.shapes import Bits, Target, check_dtype

@@ -11,8 +11,8 @@ import torch
 from kvservice.client.connectors.vllm.engine_memory import engine_memory
 from kvservice.client.connectors.vllm.layout import scratch_blocks
 from kvservice.client.connectors.vllm.paged import EnginePaged, Place
-from kvservice.client.connectors.vllm.saves import Staging
 from kvservice.client.connectors.vllm.snapshot import Snapshot, StagedRows
+from kvservice.client.connectors.vllm.staging import Staging
 from kvservice.client.paged import DTYPES, layer_rotations
 from kvservice.client.reuse.refresh import deviation
 from kvservice.client.store_draft import Draft

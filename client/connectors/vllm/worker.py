@@ -15,7 +15,8 @@ from kvservice.client.connectors.vllm.metadata import IDLE_WAIT_S, NOTHING, Load
 from kvservice.client.connectors.vllm.metrics import Counts
 from kvservice.client.connectors.vllm.paged import EnginePaged, Place
 from kvservice.client.connectors.vllm.passes import IDLE_SLICE_S, Passes
-from kvservice.client.connectors.vllm.saves import Draft, Saves
+from kvservice.client.connectors.vllm.saves import Saves
+from kvservice.client.connectors.vllm.staging import Gathered
 from kvservice.model.identity import Identity
 
 MakeLoads = Callable[[EnginePaged], Loads]
@@ -66,9 +67,9 @@ class WorkerSide:
         self._orders = NOTHING
         self._began_s = 0.0
         self._step_loads: list[Load] = []
-        self._drafts: list[Draft] = []
-        self._places: list[Place] = []
-        self._gathered: set[int] = set()
+        self._saving: Gathered | None = None
+        self._place: Place | None = None
+        self._layers_gathered: set[int] = set()
         self._finished: set[str] = set()
         self._failed: set[str] = set()
         self._copied: set[str] = set()
@@ -103,9 +104,8 @@ class WorkerSide:
 
     def bind(self, orders: StepOrders) -> None:
         """The step's orders. What an earlier step left unfinished, since its forward failed, is dropped."""
-        if self._drafts:
-            self._saves.drop(self._drafts)
-        self._drafts, self._places, self._gathered = [], [], set()
+        self._drop_saving()
+        self._layers_gathered = set()
         self._step_loads = []
         self._orders = orders
         self._copied.update(order.request_id for order in orders.saves if order.is_last)
@@ -164,21 +164,21 @@ class WorkerSide:
             return
         for layer in range(len(self._paged.caches)):
             self._gather(layer)
-        drafts, self._drafts = self._drafts, []
         if any(self._is_failed(load) for load in self._step_loads):
-            self._saves.drop(drafts)
+            self._drop_saving()
+        if self._saving is None:
             return
         seconds = self._clock() - self._began_s
-        for draft in drafts:  # a decoding step says nothing about what computing a chunk costs
+        for draft in self._saving.drafts:  # a decoding step says nothing about what computing a chunk costs
             tokens = draft.order.chunk.tokens
             draft.prefill_s = seconds * tokens / self._orders.tokens if self._orders.tokens * 2 >= tokens else 0.0
-        self._saves.hand_over(drafts)
+        self._saves.hand_over(self._saving)
+        self._saving = None
         self._counts.set("save_bytes_waiting", self._saves.bytes_waiting)
 
     def preempted(self) -> None:
         """Blocks may be given to others now. Nothing is gathered between steps, so what is left here is dropped."""
-        self._saves.drop(self._drafts)
-        self._drafts = []
+        self._drop_saving()
 
     # ------------------------------------------------------------------ what came of it
 
@@ -268,23 +268,27 @@ class WorkerSide:
         return load.is_failed
 
     def _gather(self, layer: int) -> None:
-        if layer in self._gathered:
+        if layer in self._layers_gathered:
             return
         assert self._paged is not None
         began_s = self._clock()
-        if not self._gathered:
-            self._begin_drafts(self._paged)
-        self._gathered.add(layer)
-        for draft, place in zip(self._drafts, self._places, strict=True):
-            self._paged.gather(layer, place, draft.planes[layer])
+        if not self._layers_gathered:
+            self._begin_saving(self._paged)
+        self._layers_gathered.add(layer)
+        if self._saving is not None and self._place is not None:
+            self._paged.gather(layer, self._place, self._saving.planes[layer])
         self._counts.add("gather_seconds", self._clock() - began_s)
 
-    def _begin_drafts(self, paged: EnginePaged) -> None:
-        for order in self._orders.saves:
-            draft = self._saves.begin(order)
-            if draft is not None:
-                self._drafts.append(draft)
-                self._places.append(paged.place(order.block_ids, order.skip, order.chunk.tokens))
+    def _begin_saving(self, paged: EnginePaged) -> None:
+        self._saving = saving = self._saves.begin(self._orders.saves)
+        if saving is not None:
+            orders = [draft.order for draft in saving.drafts]
+            self._place = Place.joined(paged.place(one.block_ids, one.skip, one.chunk.tokens) for one in orders)
+
+    def _drop_saving(self) -> None:
+        if self._saving is not None:
+            self._saves.drop(self._saving)
+        self._saving = None
 
     def _refuse(self, why: str) -> None:
         self._refusal = why
