@@ -4,7 +4,7 @@ An option that is silently not there costs an afternoon. Imports no engine and n
 """
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import Field, fields
 from difflib import get_close_matches
 from typing import Any
 
@@ -24,18 +24,23 @@ def why(text: str) -> dict[str, str]:
     return {"why": text}
 
 
+def secret(text: str) -> dict[str, Any]:
+    """Metadata of an option whose value is never repeated, whatever is wrong with it."""
+    return {"why": text, "is_secret": True}
+
+
 def read_options(kind: type, given: Mapping[str, object], where: str) -> dict[str, Any]:
     """The given values for the fields of dataclass ``kind``, whole numbers made floats where it says so.
 
     ``where``: the setting that holds the options, for messages. Raises ConfigError for an unknown name, a wrong type,
     or a number that is not above 0 and finite.
     """
-    known = {spec.name: spec.type for spec in fields(kind)}
+    known = {spec.name: spec for spec in fields(kind)}
     for name, value in given.items():
         if name not in known:
             raise ConfigError(f"{where}: {_unknown(name, list(known))}")
-        _check_type(where, name, value, known[name])
-    return {name: float(value) if known[name] is float else value for name, value in given.items()}  # type: ignore[arg-type]
+        _check_type(where, known[name], value)
+    return {name: float(value) if known[name].type is float else value for name, value in given.items()}  # type: ignore[arg-type]
 
 
 def check_address(address: str, where: str) -> None:
@@ -56,13 +61,15 @@ def check_tenant(tenant: str, where: str) -> None:
         raise ConfigError(f'{where}: tenant must not be empty; leave it out for "default"')
 
 
-def _check_type(where: str, name: str, value: object, kind: object) -> None:
+def _check_type(where: str, spec: Field[Any], value: object) -> None:
+    name, kind = spec.name, spec.type
     if kind not in _TYPE_WORDS:
         is_right = isinstance(value, Mapping) and all(type(one) is str and one for one in value.values())
     else:
         is_right = type(value) is kind or (kind is float and type(value) is int)
     if not is_right:
-        raise ConfigError(f"{where}: {name} must be {_TYPE_WORDS.get(kind, _MAPPING_WORDS)}, it is {value!r}")
+        given = f"it is {type(value).__name__}" if "is_secret" in spec.metadata else f"it is {value!r}"
+        raise ConfigError(f"{where}: {name} must be {_TYPE_WORDS.get(kind, _MAPPING_WORDS)}, {given}")
     if isinstance(value, int | float) and kind in (int, float) and not 0 < value < float("inf"):
         raise ConfigError(f"{where}: {name} must be above 0 and finite, it is {value}")
 

@@ -6,6 +6,7 @@ of them after every step: whatever was loaded, saved, lost or preempted, a wrong
 
 import copy
 import hashlib
+import logging
 import random
 import threading
 import time
@@ -19,6 +20,7 @@ import numpy as np
 import torch
 
 from kvservice.client.connectors.breaker import Breaker
+from kvservice.client.connectors.entrance import Entrance
 from kvservice.client.connectors.vllm.link import Link, OpenSession
 from kvservice.client.connectors.vllm.loads import Loads
 from kvservice.client.connectors.vllm.lookups import Lookups
@@ -32,7 +34,6 @@ from kvservice.client.connectors.vllm.saves import Saves
 from kvservice.client.connectors.vllm.scheduler import SchedulerSide
 from kvservice.client.connectors.vllm.worker import WorkerSide
 from kvservice.client.session import Session
-from kvservice.client.shared_memory import SharedMemoryTransport
 from kvservice.model.geometry import attention_geometry
 from kvservice.model.identity import Identity
 from tests.client.builders import make_identity
@@ -137,6 +138,7 @@ class Sides:
     ) -> None:
         self.identity = identity or engine_identity()
         self.options = ConnectorOptions.of({"address": address, "chunk_tokens": 8, **options}, BLOCK)
+        self.entrance = Entrance(self.options, logging.getLogger("vllm.kvservice"))
         self.counts = Counts()
         self.breaker = Breaker(time.monotonic, pause_s=0.02, pause_s_max=0.05)
         reader: OpenSession = lambda: self._open(is_writer=False)  # noqa: E731
@@ -157,7 +159,7 @@ class Sides:
         self.worker.register(paged.caches)
 
     def _open(self, *, is_writer: bool) -> Session:
-        return Session(SharedMemoryTransport(self.options.address), [self.identity], is_writer=is_writer)
+        return self.entrance.open([self.identity], is_writer=is_writer, client_name="mini engine")
 
     def close(self) -> None:
         self.scheduler.close()

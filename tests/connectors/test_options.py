@@ -43,7 +43,7 @@ def test_every_option_can_be_given() -> None:
     [
         ("chunk_token", 256, "did you mean 'chunk_tokens'?"),
         ("adress", ADDRESS, "did you mean 'address'?"),
-        ("zzz", 1, "Known are address, chunk_tokens"),
+        ("zzz", 1, "Known are address, token"),
         ("chunk_tokens", "256", "must be a whole number without quotes, it is '256'"),
         ("chunk_tokens", True, "must be a whole number"),
         ("chunk_tokens", 2.5, "must be a whole number"),

@@ -5,8 +5,10 @@ import importlib.util
 import inspect
 import os
 import select
+import threading
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -302,8 +304,10 @@ def cache_key(number: int, **changes: Any) -> CacheEngineKey:
     return CacheEngineKey(**(values | changes))
 
 
-def context(given: SimpleNamespace, memory: CpuMemory, url: str = "plugin://kvservice") -> ConnectorContext:
-    return ConnectorContext(url, asyncio.get_running_loop(), memory, given, METADATA, "kvservice")
+def context(
+    given: SimpleNamespace, memory: CpuMemory, url: str = "plugin://kvservice", loop: Any = None
+) -> ConnectorContext:
+    return ConnectorContext(url, loop or asyncio.get_running_loop(), memory, given, METADATA, "kvservice")
 
 
 async def until(is_so: Callable[[], bool]) -> None:
@@ -402,6 +406,22 @@ async def test_a_service_that_is_away_is_a_miss_and_never_an_error() -> None:
     await connector.close()
 
 
+@contextmanager
+def loop_of_its_own() -> Iterator[asyncio.AbstractEventLoop]:
+    """As LMCache's storage has one: in a thread that keeps the process alive until the loop is stopped."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        yield loop
+        thread.join(WAIT_MS / 1000)
+        assert not thread.is_alive(), "the process would not end"
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
 @pytest.mark.parametrize(
     ("given", "changes", "message"),
     [
@@ -412,12 +432,20 @@ async def test_a_service_that_is_away_is_a_miss_and_never_an_error() -> None:
         ({}, {"use_layerwise": True}, "use_layerwise"),
     ],
 )
-async def test_what_is_set_wrongly_stops_the_start(
+def test_what_is_set_wrongly_ends_the_start(
     service: Service, given: dict[str, object], changes: dict[str, object], message: str
 ) -> None:
+    """LMCache keeps every Exception to itself; this is none."""
     wrong = config(given or params(service), **changes)
-    with pytest.raises(IrrecoverableException, match=message):
-        KVServiceConnectorAdapter().create_connector(context(wrong, CpuMemory()))
+    with loop_of_its_own() as loop, pytest.raises(SystemExit, match=message):
+        KVServiceConnectorAdapter().create_connector(context(wrong, CpuMemory(), loop=loop))
+
+
+async def test_what_is_set_wrongly_later_never_ends_an_engine(service: Service) -> None:
+    """LMCache can be told to make its backends anew, in a thread of its own."""
+    wrong = context(config({"adress": "unix:/x"}), CpuMemory())
+    with pytest.raises(IrrecoverableException, match="did you mean 'address'"):
+        await asyncio.to_thread(KVServiceConnectorAdapter().create_connector, wrong)
 
 
 def test_urls_of_others_are_left_to_them() -> None:

@@ -7,19 +7,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from urllib.parse import parse_qsl, urlsplit
 
-from kvservice.client.connectors.option_checks import check_address, check_tenant, read_options, why
+from kvservice.client.connectors.option_checks import check_tenant, read_options, why
+from kvservice.client.connectors.service_options import ServiceOptions
 from kvservice.model.errors import ConfigError
 
 SCHEME = "kvservice"
 
 
 @dataclass(frozen=True, slots=True)
-class LMCacheOptions:
+class LMCacheOptions(ServiceOptions):
     """Settings of both doors. Made by ``of``."""
 
-    address: str = field(
-        metadata=why("unix:/path of the service on this host, as `kvservice serve` prints it; or 127.0.0.1:port")
-    )
     is_shared: bool = field(
         default=True, metadata=why("share with other engines, which needs the next four; false: with nobody, ever")
     )
@@ -65,9 +63,8 @@ class LMCacheOptions:
     @classmethod
     def of(cls, given: Mapping[str, object], where: str) -> "LMCacheOptions":
         """Options as the user gave them in ``where``. Raises ConfigError for whatever is wrong or missing."""
-        values = read_options(cls, given, where)
-        check_address(values.setdefault("address", ""), where)
-        options = cls(**values)
+        options = cls(**{"address": ""} | read_options(cls, given, where))
+        options.check_service(where)
         check_tenant(options.tenant, where)
         if options.is_shared:
             options._check_complete(where)
@@ -95,9 +92,14 @@ def options_of_url(url: str) -> dict[str, object]:
     found: dict[str, object] = {"address": f"unix:{parts.path}" if parts.path.strip("/") else parts.netloc}
     for name, text in parse_qsl(parts.query, keep_blank_values=True):
         if name in found:
-            raise ConfigError(f"{url}: {name!r} is there twice")
+            raise ConfigError(f"{without_query(url)}: {name!r} is there twice")
         found[name] = _value(name, text)
     return found
+
+
+def without_query(url: str) -> str:
+    """What of a URL may stand in a message: its options may hold what should not be there, a token for example."""
+    return url.partition("?")[0]
 
 
 def _value(name: str, text: str) -> object:

@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from lmcache.v1.exceptions import IrrecoverableException
 from lmcache.v1.storage_backend.connector import ConnectorAdapter, ConnectorContext
@@ -20,7 +20,7 @@ from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 
 from kvservice.client.connectors.lmcache.exchange import Exchange
 from kvservice.client.connectors.lmcache.identity import ObjectKind, Owner, object_key
-from kvservice.client.connectors.lmcache.options import SCHEME, LMCacheOptions, options_of_url
+from kvservice.client.connectors.lmcache.options import SCHEME, LMCacheOptions, options_of_url, without_query
 from kvservice.client.connectors.lmcache.vault import Named, Stored, Vault
 from kvservice.model.errors import ConfigError
 
@@ -46,11 +46,11 @@ class KVServiceConnectorAdapter(ConnectorAdapter):  # type: ignore[misc]
         return url == PLUGIN_SCHEME or url.startswith((f"{SCHEME}://", f"{PLUGIN_SCHEME}."))
 
     def create_connector(self, context: ConnectorContext) -> "KVServiceRemoteConnector":
-        """Raises IrrecoverableException, which stops the engine's start, for options that are wrong or missing."""
+        """Ends the engine's start for options that are wrong or missing."""
         try:
             return KVServiceRemoteConnector(context)
         except ConfigError as error:
-            raise IrrecoverableException(str(error)) from error
+            _refuse(context, error)
 
 
 class KVServiceRemoteConnector(RemoteConnector):  # type: ignore[misc]
@@ -255,6 +255,18 @@ class KVServiceRemoteConnector(RemoteConnector):  # type: ignore[misc]
         )
 
 
+def _refuse(context: ConnectorContext, error: ConfigError) -> NoReturn:
+    """End an engine's start, and say why on standard error.
+
+    LMCache turns every Exception into a line of its log and goes on without the cache, so it is none. An engine starts
+    in the main thread; in another one this is a later call of LMCache's own, and must not reach the engine.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        raise IrrecoverableException(str(error)) from error
+    context.loop.call_soon_threadsafe(context.loop.stop)  # its thread would keep the process from ending
+    raise SystemExit(f"kvservice: {error}") from error
+
+
 def read_context(context: ConnectorContext) -> tuple[LMCacheOptions, str]:
     """The options of a connector, and what holds them: its URL, its entries in ``extra_config``, or both.
 
@@ -268,7 +280,7 @@ def read_context(context: ConnectorContext) -> tuple[LMCacheOptions, str]:
     where = f"extra_config, {prefix}*"
     if context.url.startswith(f"{SCHEME}://"):
         given |= options_of_url(context.url)
-        where = f"{context.url} and {where}"
+        where = f"{without_query(context.url)} and {where}"
     return LMCacheOptions.of(given, where), where
 
 

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvservice.client.connectors.breaker import Breaker
+from kvservice.client.connectors.entrance import Entrance
 from kvservice.client.connectors.lmcache.identity import ObjectKind, Owner
 from kvservice.client.connectors.lmcache.options import LMCacheOptions
 from kvservice.client.connectors.vllm.link import Link
 from kvservice.client.opaque import FoundRows, OpaqueStore
 from kvservice.client.session import Session
-from kvservice.client.shared_memory import SharedMemoryTransport
 from kvservice.model.errors import InvalidInputError, KVServiceError, LimitError
 from kvservice.model.geometry import opaque_geometry
 from kvservice.model.identity import Identity
@@ -83,8 +83,10 @@ class Vault:
             pause_s_max=max(options.breaker_pause_s, 30.0),
         )
 
+        entrance = Entrance(options, log)
+
         def open_session() -> Session:
-            return Session(SharedMemoryTransport(options.address), [_hello(options)], client_name=name)
+            return entrance.open([_hello(options)], is_writer=True, client_name=name)
 
         return cls(Link(open_session, breaker), owner)
 

@@ -21,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvservice.client.connectors.breaker import Breaker
+from kvservice.client.connectors.entrance import Entrance
 from kvservice.client.connectors.guard import guarded, note_error, nothing
 from kvservice.client.connectors.vllm.engine_identity import EngineModel, engine_identities
 from kvservice.client.connectors.vllm.identity_file import write_identities
@@ -42,7 +43,6 @@ from kvservice.client.connectors.vllm.wishes import engine_refusal
 from kvservice.client.connectors.vllm.worker import WorkerSide
 from kvservice.client.rounds import check_layer_of
 from kvservice.client.session import Session
-from kvservice.client.shared_memory import SharedMemoryTransport
 
 KVConnectorMetadata.register(StepOrders)
 
@@ -56,6 +56,7 @@ class KVServiceConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is n
         super().__init__(vllm_config, role, kv_cache_config)
         block_size = vllm_config.cache_config.block_size
         self._options = ConnectorOptions.of(self._kv_transfer_config.kv_connector_extra_config, block_size)
+        self._entrance = Entrance(self._options, log)
         self.counts = Counts()
         self._seen_errors: set[tuple[str, str]] = set()
         self._chains: ChainMaker | None = None
@@ -173,8 +174,7 @@ class KVServiceConnector(KVConnectorBase_V1):  # type: ignore[misc]  # vLLM is n
         client_name = f"vllm {os.getpid()} {name}"
 
         def open_session() -> Session:
-            transport = SharedMemoryTransport(options.address)
-            return Session(transport, identities, is_writer=is_writer, client_name=client_name)
+            return self._entrance.open(identities, is_writer=is_writer, client_name=client_name)
 
         return Link(open_session, breaker)
 

@@ -12,7 +12,13 @@ from typing import TypeVar
 
 from kvservice.client.connectors.breaker import Breaker, BreakerState
 from kvservice.client.session import Session
-from kvservice.model.errors import KVServiceError, StaleEpochError, UnavailableError, UnknownSessionError
+from kvservice.model.errors import (
+    KVServiceError,
+    StaleEpochError,
+    UnauthenticatedError,
+    UnavailableError,
+    UnknownSessionError,
+)
 
 T = TypeVar("T")
 
@@ -20,8 +26,8 @@ PROBE_S = 1.0
 """How often an idle thread asks a breaker that is not closed whether to try; the breaker's pause decides."""
 
 OpenSession = Callable[[], Session]
-LOST = (UnavailableError, UnknownSessionError, StaleEpochError)
-"""What a call raises when the session is of no more use."""
+LOST = (UnavailableError, UnknownSessionError, StaleEpochError, UnauthenticatedError)
+"""What a call raises when the session is of no more use: a token that is good no more stays that of its session."""
 
 
 class Link:
@@ -44,8 +50,10 @@ class Link:
             raise UnavailableError("the service failed or was slow several times; it is tried again in some seconds")
         try:
             session = self._opened()
-        except BaseException:
+        except BaseException as error:
             self.breaker.failed()
+            if isinstance(error, KVServiceError) and not isinstance(error, UnavailableError):
+                raise UnavailableError(f"the service gives no session: {error}") from error
             raise
         try:
             yield session

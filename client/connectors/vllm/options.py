@@ -6,18 +6,16 @@ A wrong option stops the engine's start, with the nearest name that exists. Impo
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from kvservice.client.connectors.option_checks import check_address, check_tenant, read_options, why
+from kvservice.client.connectors.option_checks import check_tenant, read_options, why
+from kvservice.client.connectors.service_options import ServiceOptions
 
 WHERE = "kv_connector_extra_config"
 
 
 @dataclass(frozen=True, slots=True)
-class ConnectorOptions:
+class ConnectorOptions(ServiceOptions):
     """The connector's settings. Made by ``of``; ``chunk_tokens`` is a multiple of the engine's block size then."""
 
-    address: str = field(
-        metadata=why("unix:/path of the service on this host, as `kvservice serve` prints it; or 127.0.0.1:port")
-    )
     chunk_tokens: int = field(
         default=256,
         metadata=why("tokens of a record, rounded up to whole blocks: fewer find more of a prompt, more cost less"),
@@ -98,9 +96,8 @@ class ConnectorOptions:
     @classmethod
     def of(cls, extra: Mapping[str, object], block_size: int) -> "ConnectorOptions":
         """Options as the user gave them. Raises ConfigError for an unknown name, a wrong type or a wrong value."""
-        values = read_options(cls, extra, WHERE)
-        check_address(values.setdefault("address", ""), WHERE)
-        options = cls(**values)
+        options = cls(**{"address": ""} | read_options(cls, extra, WHERE))
+        options.check_service(WHERE)
         check_tenant(options.tenant, WHERE)
         blocks = -(-options.chunk_tokens // block_size)
         return replace(options, chunk_tokens=blocks * block_size)

@@ -9,78 +9,27 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from kvservice.client.connectors.breaker import BreakerState
-from kvservice.client.connectors.vllm.link import Link
+from kvservice.client.connectors.vllm.link import LOST, Link
 from kvservice.client.connectors.vllm.metadata import SaveOrder
 from kvservice.client.connectors.vllm.metrics import Counts
+from kvservice.client.connectors.vllm.staging import Draft, Gathered, Staging
 from kvservice.client.session import Session
 from kvservice.model.cache import CacheMeta
 from kvservice.model.errors import KVServiceError
 from kvservice.model.identity import Identity
-from kvservice.storage.buffer import Bytes, StorageBits
 from kvservice.storage.record import RecordLayout, RecordWriter, master_layout
-from kvservice.storage.record_layout import RowSizes
 from kvservice.wire.v1 import cache_pb2 as wire
 
-IDLE_BUFFERS_MAX = 16
 FLUSH_TIMEOUT_S = 3.0
 """How long a shutdown waits for what is under way; vLLM kills its workers after 5 s."""
 
 log = logging.getLogger("vllm.kvservice")
 
 _EXPONENT = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F800000}
-
-
-class Staging:
-    """Memory for rows that wait to be stored: never more than ``bytes_max``. Safe from any thread.
-
-    Buffers are kept for the next chunk: memory that was never used costs 0.25 ms a MiB to touch for the first time.
-    """
-
-    def __init__(self, bytes_max: int) -> None:
-        self._bytes_max = bytes_max
-        self._lock = threading.Lock()
-        self._used_bytes = 0
-        self._idle: list[Bytes] = []
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes that are handed out."""
-        return self._used_bytes
-
-    def take(self, length: int) -> Bytes | None:
-        """A buffer of ``length`` bytes, whatever is in it; None if there is no room."""
-        with self._lock:
-            if self._used_bytes + length > self._bytes_max:
-                return None
-            self._used_bytes += length
-            for index, buffer in enumerate(self._idle):
-                if len(buffer) == length:
-                    return self._idle.pop(index)
-            if self._used_bytes + sum(map(len, self._idle)) > self._bytes_max:
-                self._idle.clear()
-        return np.empty(length, np.uint8)
-
-    def give_back(self, buffer: Bytes) -> None:
-        """The buffer may be used again."""
-        with self._lock:
-            self._used_bytes -= len(buffer)
-            if len(self._idle) < IDLE_BUFFERS_MAX:
-                self._idle.append(buffer)
-
-
-@dataclass(eq=False, slots=True)
-class Draft:
-    """One chunk on its way: what it is, and its rows, ``planes[layer][plane]``, views of ``buffer``."""
-
-    order: SaveOrder
-    buffer: Bytes
-    planes: list[list[StorageBits]]
-    prefill_s: float = 0.0
 
 
 class Saves:
@@ -103,8 +52,7 @@ class Saves:
         self._clock = clock
         self.staging = Staging(bytes_max)
         """Room for all rows that wait to be stored, whoever gathers them."""
-        self._rows = RowSizes.of(identity.geometry)
-        self._waiting: queue.Queue[list[Draft] | None] = queue.Queue()
+        self._waiting: queue.Queue[Gathered | None] = queue.Queue()
         self._settled: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -113,44 +61,44 @@ class Saves:
         """Bytes gathered and not stored yet."""
         return self.staging.used_bytes
 
-    def begin(self, order: SaveOrder) -> Draft | None:
-        """Room for a chunk's rows; None if there is none, or nobody to store them."""
-        if self._link.breaker.state is BreakerState.OPEN:
-            self._counts.add("saves_dropped")
-            self._settle(order)
-            return None
-        geometry, tokens = self._identity.geometry, order.chunk.tokens
-        buffer = self.staging.take(tokens * geometry.token_bytes)
+    def begin(self, orders: Sequence[SaveOrder]) -> Gathered | None:
+        """Room for rows of a step's chunks, as many as find room; None if there is none, or nobody to store them."""
+        is_open = self._link.breaker.state is BreakerState.OPEN
+        taken, length = [], 0
+        for order in orders:
+            needed = order.chunk.tokens * self._identity.geometry.token_bytes
+            if is_open or length + needed > self.staging.free_bytes:
+                self._counts.add("saves_dropped" if is_open else "saves_no_room")
+                self._settle(order)
+            else:
+                taken.append(order)
+                length += needed
+        buffer = self.staging.take(length) if taken else None
         if buffer is None:
-            self._counts.add("saves_no_room")
-            self._settle(order)
             return None
-        step = tokens * geometry.token_layer_bytes
-        counts = [tokens] * len(geometry.planes)
-        layers = range(geometry.layers)
-        planes = [self._rows.split(buffer[layer * step : (layer + 1) * step], counts) for layer in layers]
-        return Draft(order, buffer, planes)
+        return Gathered.of(taken, self._identity.geometry, buffer)
 
-    def hand_over(self, drafts: Sequence[Draft]) -> None:
+    def hand_over(self, gathered: Gathered) -> None:
         """Have gathered chunks stored, in this order; returns at once."""
-        if not drafts:
-            return
-        self._waiting.put(list(drafts))
+        self._waiting.put(gathered)
         if self._thread is None:
             thread = threading.Thread(target=self._run, name="kvservice-saves", daemon=True)
             thread.start()
             self._thread = thread
 
-    def drop(self, drafts: Sequence[Draft]) -> None:
+    def drop(self, gathered: Gathered) -> None:
         """Forget chunks that must not be stored."""
-        for draft in drafts:
-            self.staging.give_back(draft.buffer)
-            self._counts.add("saves_dropped")
-            self._settle(draft.order)
+        self._counts.add("saves_dropped", len(gathered.drafts))
+        self._let_go(gathered)
 
     def take_settled(self) -> tuple[str, ...]:
         """Requests of awaited chunks that are stored, or will not be, since the last call; one entry a chunk."""
         return tuple(self._settled.get() for _ in range(self._settled.qsize()))
+
+    def _let_go(self, gathered: Gathered) -> None:
+        self.staging.give_back(gathered.buffer)
+        for draft in gathered.drafts:
+            self._settle(draft.order)
 
     def _settle(self, order: SaveOrder) -> None:
         if order.is_awaited:
@@ -167,28 +115,27 @@ class Saves:
     def _run(self) -> None:
         while True:
             try:
-                drafts = self._waiting.get(timeout=self._link.probe_interval_s)
+                gathered = self._waiting.get(timeout=self._link.probe_interval_s)
             except queue.Empty:
                 self._link.probe()
                 continue
-            if drafts is None:
+            if gathered is None:
                 return
-            self._store_all(drafts)
+            self._store_all(gathered)
 
-    def _store_all(self, drafts: Sequence[Draft]) -> None:
-        began_s = self._clock()
+    def _store_all(self, gathered: Gathered) -> None:
+        began_s, drafts = self._clock(), gathered.drafts
         try:
             good = [draft for draft in drafts if self._is_finite(draft)]
             self._link.run(lambda session: self._store(session, good))
         except KVServiceError as error:
-            log.info("kvservice: %d chunks were not stored: %s", len(drafts), error)
+            level = logging.DEBUG if isinstance(error, LOST) else logging.INFO  # that it is away is told once
+            log.log(level, "kvservice: %d chunks were not stored: %s", len(drafts), error)
             self._counts.add("saves_dropped", len(drafts))
         except Exception:  # a thread's top: the next chunks may do better
             log.exception("kvservice: %d chunks were not stored", len(drafts))
             self._counts.add("hook_errors")
-        for draft in drafts:
-            self.staging.give_back(draft.buffer)
-            self._settle(draft.order)
+        self._let_go(gathered)
         self._counts.add("save_seconds", self._clock() - began_s)
         self._counts.set("save_bytes_waiting", self.staging.used_bytes)
 

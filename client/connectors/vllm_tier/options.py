@@ -6,18 +6,16 @@ A wrong option stops the engine's start, with the nearest name that exists. Impo
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 
-from kvservice.client.connectors.option_checks import check_address, check_tenant, read_options, why
+from kvservice.client.connectors.option_checks import check_tenant, read_options, why
+from kvservice.client.connectors.service_options import ServiceOptions
 
 WHERE = "secondary_tiers, KVServiceTier"
 
 
 @dataclass(frozen=True, slots=True)
-class TierOptions:
+class TierOptions(ServiceOptions):
     """The tier's settings. Made by ``of``."""
 
-    address: str = field(
-        metadata=why("unix:/path of the service on this host, as `kvservice serve` prints it; or 127.0.0.1:port")
-    )
     is_shared: bool = field(
         default=True,
         metadata=why("share with other engines, which needs weights, config and quantization; false: with nobody"),
@@ -73,8 +71,7 @@ class TierOptions:
         """
         known = {spec.name for spec in fields(cls)}
         ours = {name: value for name, value in given.items() if by_user is None or name in known or name in by_user}
-        values = read_options(cls, ours, WHERE)
-        check_address(values.setdefault("address", ""), WHERE)
-        options = cls(**values)
+        options = cls(**{"address": ""} | read_options(cls, ours, WHERE))
+        options.check_service(WHERE)
         check_tenant(options.tenant, WHERE)
         return options

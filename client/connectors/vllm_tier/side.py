@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from kvservice.client.connectors.breaker import Breaker
+from kvservice.client.connectors.entrance import Entrance
 from kvservice.client.connectors.vllm.link import Link
 from kvservice.client.connectors.vllm.metrics import Counts
 from kvservice.client.connectors.vllm_tier.identity import after_reset
@@ -21,7 +22,6 @@ from kvservice.client.connectors.vllm_tier.options import TierOptions
 from kvservice.client.connectors.vllm_tier.rows import RowStore
 from kvservice.client.connectors.vllm_tier.transfers import Job, Order, Transfers
 from kvservice.client.session import Session
-from kvservice.client.shared_memory import SharedMemoryTransport
 from kvservice.model.errors import InvalidInputError, UnavailableError
 from kvservice.model.identity import Identity
 from kvservice.storage.buffer import Bytes
@@ -51,6 +51,7 @@ class TierSide:
         self._options = options
         self._group_tokens = group_tokens
         self._clock: Callable[[], float] = parts.get("clock", time.monotonic)
+        self._entrance = Entrance(options, log)
         self._open_session = parts.get("open_session", self._connect)
         row_bytes = self._memory.shape[1]
         self._found = RowStore(self._link("lookups", is_writer=False), identity, row_bytes)
@@ -200,8 +201,8 @@ class TierSide:
         return Link(lambda: self._open_session(name, is_writer), breaker)
 
     def _connect(self, name: str, is_writer: bool) -> Session:
-        transport = SharedMemoryTransport(self._options.address)
-        return Session(transport, [self._identity], is_writer=is_writer, client_name=f"vllm tier {os.getpid()} {name}")
+        client_name = f"vllm tier {os.getpid()} {name}"
+        return self._entrance.open([self._identity], is_writer=is_writer, client_name=client_name)
 
 
 def _rows_of(view: memoryview) -> Bytes:

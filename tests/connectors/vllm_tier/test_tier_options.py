@@ -28,7 +28,7 @@ def test_every_option_says_why() -> None:
     [
         ("weight", "r1", "did you mean 'weights'?"),
         ("keep_on_reset", True, "did you mean 'keeps_on_reset'?"),
-        ("zzz", 1, "Known are address, is_shared"),
+        ("zzz", 1, "Known are address, token"),
         ("weights", 5, "must be a text"),
         ("is_shared", "false", "must be true or false"),
         ("load_threads", 0, "must be above 0"),
