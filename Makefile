@@ -12,7 +12,7 @@ SEED ?=
 RUN := PYTHONSAFEPATH=1 $(VENV)/bin/
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo serve test crash simulation vllm-env test-vllm page-env test-page test-heavy remote-env test-remote check-alerts check proto bench bench-vllm bench-vllm-rounds bench-vllm-gaps bench-quality lock clean
+.PHONY: setup demo serve test crash simulation vllm-env test-vllm page-env test-page test-heavy remote-env test-remote check-alerts check proto bench bench-first-layer bench-vllm bench-vllm-rounds bench-vllm-gaps bench-quality lock clean
 
 setup: $(STAMP)
 
@@ -91,6 +91,10 @@ bench: setup
 bench-vllm: setup vllm-env
 	model=$$($(RUN)python -c "import sys, pathlib, kvservice.client.demo.model as m; print(m.smollm2(pathlib.Path(sys.argv[1])))" $(MODEL_CACHE)) \
 		&& PYTHONSAFEPATH=1 $(VLLM_VENV)/bin/python bench/vllm_ttft.py --model $$model
+
+# When may a restore begin, of what another node has: two nodes and an engine's client, a minute.
+bench-first-layer: setup
+	$(RUN)python bench/first_layer.py
 
 # Rounds inside vLLM: time, bytes and agreement against full prefill; four minutes.
 bench-vllm-rounds: setup vllm-env

@@ -23,7 +23,7 @@ from bench.streams import IDENTITY_JSON, PATIENT, Bare, Figure, Memory, Stream, 
 from kvservice.peers.flight_client import FlightLink
 from kvservice.peers.flight_server import FlightServer
 from kvservice.peers.host import Query
-from kvservice.peers.member import Facts, FlightAddress, NodeId
+from kvservice.peers.member import Address, Facts, FlightAddress, NodeId
 from kvservice.peers.streams_client_calls import PeerRecord
 from kvservice.peers.streams_client_dialler import Caller
 from kvservice.store import WriteRequest
@@ -87,7 +87,8 @@ async def measure(mib: int, rounds: int) -> list[Figure]:
         }
         for server in servers.values():
             stack.callback(server.close)
-        stream, flight = Stream(memory, servers["stream"].port), FlightWay(memory, servers["flight"].port)
+        stream = Stream(memory, Address(LOCALHOST, servers["stream"].port))
+        flight = FlightWay(memory, servers["flight"].port)
         bare = Bare(memory, servers["bare"].port, with_sendfile=False)
         ways: dict[str, Way] = {"bare": bare, "stream": stream, "flight": flight}
         await stream.find(range(SLOTS))

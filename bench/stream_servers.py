@@ -36,6 +36,7 @@ from kvservice.peers.host_node import NodeHost
 from kvservice.peers.member import Facts, NodeId
 from kvservice.peers.streams_channel import Source
 from kvservice.peers.streams_limits import ServerLimits
+from kvservice.peers.streams_local_server import LocalServer
 from kvservice.peers.streams_server import StreamServer
 from kvservice.storage.arena import Arena
 from kvservice.storage.buffer import Bytes, round_up
@@ -50,6 +51,8 @@ SLOTS = 3
 SPARE_BYTES = 1 * MIB
 LAYERS, HEADS, HEAD_SIZE = 32, 8, 128
 TOKEN_BYTES = LAYERS * 2 * HEADS * HEAD_SIZE * 2
+LOCAL_NODE = NodeId(uuid.UUID(int=1), 1)
+"""Who is met in shared memory."""
 GET, PUT, SENDFILE = b"g", b"p", b"f"
 
 
@@ -225,12 +228,23 @@ def serve_tls(mib: int, cert: str, key: str) -> int:
 
 def serve_node(mib: int) -> int:
     """A real node: what is given is verified and published, what is found is leased."""
+    return StreamServer(make_host(mib)[0], (LOCALHOST, 0)).start()
+
+
+def serve_local(mib: int, path: str) -> int:
+    """The same node at a unix socket, where each side reads the other's memory."""
+    host, arena = make_host(mib)
+    return LocalServer(host, Path(path), arena).start()
+
+
+def make_host(mib: int) -> tuple[NodeHost, Arena]:
+    """A node on a loop of its own."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
     arena = Arena((SLOTS + 2) * slot_bytes(mib), is_prefaulted=True)
     node = Node(NodeLimits(), HostTier(arena), clock=time.monotonic, boot_epoch=1)
-    facts = Facts(NodeId(uuid.uuid4(), 1), "bench")
-    return StreamServer(NodeHost(node, loop, lambda: facts), (LOCALHOST, 0)).start()
+    facts = Facts(LOCAL_NODE, "bench")
+    return NodeHost(node, loop, lambda: facts), arena
 
 
 # gRPC
@@ -279,6 +293,7 @@ ROLES: dict[str, Callable[..., int]] = {
     "stream": serve_stream,
     "tls": serve_tls,
     "node": serve_node,
+    "local": serve_local,
     "grpc": serve_grpc,
     "mooncake": serve_mooncake,
 }

@@ -3,7 +3,8 @@
 All in one run on loopback, in turns, records of 16 and 64 MiB one after another on one connection, each other side in
 a process of its own. ``get`` ends with the bytes in this process's arena, ``put`` with the other side's word that it
 has them. CPU is that of both processes. ``stream`` moves bytes only; ``node`` is the whole way: a get verified layer by
-layer as it comes, a put verified and published by a node.
+layer as it comes, a put verified and published by a node. ``shared memory`` is the same between two nodes of one host,
+each of which reads the other's arena.
 
 Asked: stream >= 0.9 of the bare loop, >= 2 x Mooncake, >= 4 x gRPC, and <= 0.3 s of CPU a GB.
 """
@@ -33,6 +34,7 @@ import numpy as np
 from bench.stream_servers import (
     GET,
     IDENTITY,
+    LOCAL_NODE,
     LOCALHOST,
     MIB,
     PUT,
@@ -46,7 +48,7 @@ from bench.stream_servers import (
     slot_bytes,
 )
 from kvservice.peers.host import Query
-from kvservice.peers.member import Address, Facts, NodeId
+from kvservice.peers.member import Address, Facts, LocalAddress, NodeId
 from kvservice.peers.streams_client import PeerLink
 from kvservice.peers.streams_client_calls import PeerRecord
 from kvservice.peers.streams_client_dialler import Caller
@@ -126,12 +128,12 @@ class Bare:
 
 
 class Stream:
-    """A link to a peer port. ``is_verified``: every layer is, as it comes."""
+    """A link to a peer port, or a unix socket. ``is_verified``: every layer is, as it comes."""
 
-    def __init__(self, memory: Memory, port: int, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(self, memory: Memory, at: Address | LocalAddress, tls: ssl.SSLContext | None = None) -> None:
         facts = Facts(NodeId(uuid.uuid4(), 1), "bench")
         caller = Caller(lambda: facts, tls=lambda: tls)
-        self.link = PeerLink(Address(LOCALHOST, port), caller, arena=memory.arena, limits=PATIENT)
+        self.link = PeerLink(at, caller, arena=memory.arena, limits=PATIENT)
         self._memory = memory
         self.records: list[PeerRecord] = []
         self.is_verified = False
@@ -300,18 +302,23 @@ async def measure(mib: int, rounds: int) -> list[Figure]:
             stack.callback(servers[name].close)
             return servers[name].port
 
+        def port(name: str, *arguments: str) -> Address:
+            return Address(LOCALHOST, start(name, *arguments))
+
         bare = start("bare")
         ways["bare"] = Bare(memory, bare, with_sendfile=False)
         ways["sendfile"] = Bare(memory, bare, with_sendfile=True)
         servers["sendfile"] = servers["bare"]
         cert, key = make_certificate()
-        tls = ssl.create_default_context(cafile=cert)
+        tls, path = ssl.create_default_context(cafile=cert), str(Path(cert).with_name("peers.sock"))
+        start("local", path)
         streams = {
-            "stream": Stream(memory, start("stream")),
-            "stream, tls": Stream(memory, start("tls", cert, key), tls),
-            "node": Stream(memory, start("node")),
+            "stream": Stream(memory, port("stream")),
+            "stream, tls": Stream(memory, port("tls", cert, key), tls),
+            "node": Stream(memory, port("node")),
+            "shared memory": Stream(memory, LocalAddress(path, LOCAL_NODE)),
         }
-        servers["stream, tls"] = servers["tls"]
+        servers["stream, tls"], servers["shared memory"] = servers["tls"], servers["local"]
         await prepare(streams)
         ways |= streams
         ways["grpc"] = Grpc(memory, start("grpc"))
@@ -330,15 +337,15 @@ async def measure(mib: int, rounds: int) -> list[Figure]:
 
 async def prepare(streams: dict[str, Stream]) -> None:
     """Have every other side hold the records that are fetched."""
-    node = streams["node"]
-    node.is_verified = True
-    numbers = []
-    for slot in range(SLOTS):
-        node.prepare_put(slot)
-        await node.put(slot)
-        assert node._named is not None
-        numbers.append(int.from_bytes(node._named[0].key.segment, "little"))
-    await node.find(numbers)
+    for name in ("node", "shared memory"):
+        node, numbers = streams[name], []
+        node.is_verified = True
+        for slot in range(SLOTS):
+            node.prepare_put(slot)
+            await node.put(slot)
+            assert node._named is not None
+            numbers.append(int.from_bytes(node._named[0].key.segment, "little"))
+        await node.find(numbers)
     for name in ("stream", "stream, tls"):
         await streams[name].find(range(SLOTS))
 

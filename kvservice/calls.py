@@ -13,12 +13,13 @@ from kvservice.curves.events import Missing
 from kvservice.curves.records import SEEN_MASK
 from kvservice.curves.watching import NOTHING
 from kvservice.explaining import SpaceExplainer, space_to_explain
+from kvservice.explaining_others import Unfound, with_places
+from kvservice.explanation_wire import encode_explanation
 from kvservice.leases import Grant
 from kvservice.loads import Load
 from kvservice.lookup import Finding, marks_behind
 from kvservice.model.cache import MasterReference, Tier
 from kvservice.model.errors import InvalidInputError, KVServiceError, LeaseExpiredError, LimitError
-from kvservice.model.explanation import HeldCache, SegmentExplanation
 from kvservice.model.identity import Namespace
 from kvservice.model.lease import SessionId
 from kvservice.model.limits import MESSAGE_BYTES_MAX
@@ -118,7 +119,7 @@ class CacheCalls:
                     answered = 0
                     await self._let_others_in(grant)
         except BaseException:
-            self._end(grant)
+            self.node.leases.end_if_live(grant)
             self._break_off(session, request, reply)
             raise
         self._conclude(grant, reply)
@@ -140,15 +141,11 @@ class CacheCalls:
     def _conclude(self, grant: Grant, reply: wire.LookupReply) -> None:
         self.node.counters.lookups.calls += 1
         if not grant.caches:
-            self._end(grant)
+            self.node.leases.end_if_live(grant)
             return
         self.node.counters.leases_granted += 1
         reply.lease.id = grant.id
         reply.lease.ttl_s = grant.ttl_s
-
-    def _end(self, grant: Grant) -> None:
-        if grant.id in self.node.leases.live:
-            self.node.leases.end(grant)
 
     def _answer(self, session: Session, grant: Grant, prompt: wire.PromptQuery, reply: wire.PromptReply) -> None:
         node, space, marks = self.node, session.spaces.get(Namespace(prompt.namespace)), b""
@@ -298,20 +295,24 @@ class CacheCalls:
         explainers = {space: SpaceExplainer(node, space) for space in spaces}
         reply = wire.ExplainReply(remembered_s=node.departures.remembered_s, has_ssd=node.ssd is not None)
         for prompt, space in zip(request.prompts, spaces, strict=True):
-            await self._explain(explainers[space], prompt, reply.prompts.add())
+            explained = await self._explain(explainers[space], prompt)
+            whole = await with_places(node, space, explained, asks=request.asks_others)
+            segments = reply.prompts.add().segments
+            for one in whole:
+                encode_explanation(one, segments.add())
         for explainer in explainers.values():
             await _describe(explainer, reply)
         return reply
 
-    async def _explain(
-        self, explainer: SpaceExplainer, prompt: wire.PromptQuery, reply: wire.PromptExplanation
-    ) -> None:
-        marks = b""
+    async def _explain(self, explainer: SpaceExplainer, prompt: wire.PromptQuery) -> list[Unfound]:
+        marks, explained = b"", []
         for index, asked in enumerate(prompt.segments):
             if index % self.node.limits.explain_slice == 0:
                 await asyncio.sleep(0)
-            encode_explanation(explainer.explain(SegmentId(asked.segment), asked, marks), reply.segments.add())
+            segment = SegmentId(asked.segment)
+            explained.append(Unfound(segment, asked, marks, explainer.explain(segment, asked, marks)))
             marks = marks_behind(asked.segment, marks)
+        return explained
 
 
 async def _describe(explainer: SpaceExplainer, reply: wire.ExplainReply) -> None:
@@ -327,31 +328,6 @@ async def _describe(explainer: SpaceExplainer, reply: wire.ExplainReply) -> None
         await asyncio.sleep(0)  # an identity's JSON takes 3 ms
         if reply.ByteSize() < MESSAGE_BYTES_MAX // 2:  # one identity more has 1 MiB at most
             found.known.add(identity=other.identity.canonical_json(), segments=len(other.families))
-
-
-def encode_explanation(explanation: SegmentExplanation, reply: wire.SegmentExplanation) -> None:
-    """Why one segment is found or not."""
-    reply.reason, reply.match, reply.detail = explanation.reason, explanation.match, explanation.detail
-    reply.is_of_other_context = explanation.is_of_other_context
-    reply.contexts, reply.held_tokens = explanation.contexts, explanation.held_tokens
-    if explanation.found is not None:
-        reply.found.CopyFrom(_encode_held(explanation.found))
-    if explanation.age_s is not None:
-        reply.age_s = explanation.age_s
-    reply.nearest.extend(map(_encode_held, explanation.nearest))
-
-
-def _encode_held(held: HeldCache) -> wire.HeldCache:
-    return wire.HeldCache(
-        context=held.context,
-        position=held.position,
-        provenance=held.provenance,
-        kind=held.kind,
-        tiers=held.tiers,
-        is_arriving=held.is_arriving,
-        preceding=held.preceding,
-        affinity=held.affinity,
-    )
 
 
 def encode_error(error: KVServiceError) -> wire.ItemError:

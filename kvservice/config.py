@@ -294,6 +294,11 @@ class Settings:
         return self.socket_path.with_name(self.socket_path.name + ".admin")
 
     @property
+    def peers_socket_path(self) -> Path:
+        """Where the socket for other nodes of this host lies, if there is a peer port."""
+        return self.socket_path.with_name(self.socket_path.name + ".peers")
+
+    @property
     def data_socket_path(self) -> Path:
         """Where the socket that hands over the arena lies: beside the control plane's."""
         return self.socket_path.with_name(self.socket_path.name + ".data")

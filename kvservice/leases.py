@@ -116,6 +116,11 @@ class Leases:
             self._deadlines = [(one.deadline_s, one.id) for one in self.live.values()]
             heapq.heapify(self._deadlines)
 
+    def end_if_live(self, grant: Grant) -> None:
+        """End it, unless its time or its session ended it already."""
+        if grant.id in self.live:
+            self.end(grant)
+
     def end_all(self, session: Session) -> None:
         """End every lease of a session."""
         for id_ in list(session.leases):

@@ -6,7 +6,9 @@ Payload moves only through np.copyto on the views given here.
 import fcntl
 import mmap
 import os
+import threading
 from collections.abc import Iterable, Iterator
+from weakref import WeakValueDictionary
 
 import numpy as np
 from sortedcontainers import SortedDict, SortedList
@@ -221,6 +223,11 @@ class Arena:
             raise InvalidInputError(f"{extent} does not lie in an arena of {self.bytes} bytes")
         return self.view[extent.offset : extent.end]
 
+    def offset_of(self, view: Bytes) -> int | None:
+        """Where a view starts, if it is one of this arena's; None for other memory."""
+        offset = int(view.ctypes.data - self.view.ctypes.data)
+        return offset if 0 <= offset <= len(self.view) - len(view) and len(view) else None
+
     def close(self) -> None:
         """Give up descriptor and view. Views still held elsewhere stay valid until dropped. Safe to call twice."""
         if self._fd >= 0:
@@ -236,6 +243,34 @@ def attach_arena(fd: int, bytes: int, *, is_writable: bool) -> Bytes:  # noqa: A
     InvalidInputError if the file is not of ``bytes`` bytes, could still shrink (an access would then kill this
     process with SIGBUS), or may not be mapped so.
     """
+    check_arena(fd, bytes)
+    try:
+        return _map(fd, bytes, is_writable=is_writable)
+    except (OSError, ValueError) as error:
+        wanted = "writable" if is_writable else "read-only"
+        raise InvalidInputError(f"descriptor {fd} cannot be mapped {wanted}: {error}") from error
+
+
+class AttachedArenas:
+    """Arenas of other processes, each mapped read-only once for all that hold it. Any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: WeakValueDictionary[tuple[int, int], Bytes] = WeakValueDictionary()
+
+    def attach(self, fd: int, bytes: int) -> Bytes:  # noqa: A002
+        """The arena's bytes, as ``attach_arena`` maps them; the mapping goes when nobody holds them. Raises as that."""
+        check_arena(fd, bytes)
+        found = os.fstat(fd)
+        with self._lock:
+            known = self._known.get((found.st_dev, found.st_ino))
+            if known is None:
+                known = self._known[found.st_dev, found.st_ino] = attach_arena(fd, bytes, is_writable=False)
+        return known
+
+
+def check_arena(fd: int, bytes: int) -> None:  # noqa: A002
+    """Raise InvalidInputError unless this is a file of ``bytes`` bytes that can neither shrink nor grow."""
     try:
         found, seals = os.fstat(fd).st_size, fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError as error:
@@ -244,11 +279,6 @@ def attach_arena(fd: int, bytes: int, *, is_writable: bool) -> Bytes:  # noqa: A
         raise InvalidInputError(f"descriptor {fd} is a file of {found} bytes, an arena of {bytes} was promised")
     if seals & ARENA_SEALS != ARENA_SEALS:
         raise InvalidInputError(f"descriptor {fd} is a file that could change its size; an arena is sealed")
-    try:
-        return _map(fd, bytes, is_writable=is_writable)
-    except (OSError, ValueError) as error:
-        wanted = "writable" if is_writable else "read-only"
-        raise InvalidInputError(f"descriptor {fd} cannot be mapped {wanted}: {error}") from error
 
 
 def _check_machine_has(length: int) -> None:

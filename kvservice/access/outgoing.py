@@ -4,9 +4,11 @@ import ssl
 from dataclasses import replace
 from pathlib import Path
 
-from kvservice.access.tls import Certificates, PemFiles
+from kvservice.access.tls import Certificates, PemFiles, stamp_of
 from kvservice.config import Settings
 from kvservice.model.errors import ConfigError
+
+_Seen = tuple[PemFiles | None, tuple[int, int, int] | None]
 
 
 class Outgoing:
@@ -15,6 +17,7 @@ class Outgoing:
     def __init__(self, settings: Settings, certificates: Certificates | None) -> None:
         self._certificates = certificates
         self._ca = Path(settings.peer_ca) if settings.peer_ca else None
+        self._pem: tuple[_Seen, PemFiles] | None = None
         self._token = Path(settings.peer_token_file) if settings.peer_token_file else None
 
     def check(self) -> None:
@@ -35,12 +38,17 @@ class Outgoing:
         return context
 
     def pem(self) -> PemFiles | None:
-        """The same for Arrow Flight."""
-        ca = None if self._ca is None else _read(self._ca).encode()
-        if self._certificates is None:
-            return None if ca is None else PemFiles(b"", b"", ca)
-        own = self._certificates.pem_files()
-        return own if ca is None else replace(own, ca=ca + (own.ca or b""))
+        """The same for Arrow Flight, as it is now; any thread asks, before every call. Reads only what has changed."""
+        own = None if self._certificates is None else self._certificates.pem_files()
+        if self._ca is None:
+            return own
+        seen = own, stamp_of(self._ca)
+        known = self._pem
+        if known is None or known[0] != seen:
+            ca = _read(self._ca).encode()
+            pem = PemFiles(b"", b"", ca) if own is None else replace(own, ca=ca + (own.ca or b""))
+            known = self._pem = seen, pem
+        return known[1]
 
     def token(self) -> str:
         """The token that this node shows; empty without one. Read anew each time, so that it can be exchanged."""

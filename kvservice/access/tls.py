@@ -22,7 +22,7 @@ Stamps = tuple[tuple[int, int, int] | None, ...]
 
 @dataclass(frozen=True, slots=True)
 class PemFiles:
-    """What the files hold, for who takes nothing else. ``ca`` None: callers show no certificate."""
+    """What the files hold, for who takes nothing else, as Arrow Flight. ``ca`` None: callers show no certificate."""
 
     cert: bytes
     key: bytes = field(repr=False)
@@ -41,7 +41,7 @@ class Certificates:
         self._cert, self._key, self._client_ca = cert, key, client_ca
         self._stamps = self._look()
         self._context = self._new_context()
-        self._configuration = self._read()
+        self._pem, self._configuration = self._read()
         _warn_of_readers(key)
 
     @property
@@ -72,12 +72,8 @@ class Certificates:
         )
 
     def pem_files(self) -> PemFiles:
-        """The files as they are now, for Arrow Flight, which reads none itself. Raises ConfigError."""
-        try:
-            ca = None if self._client_ca is None else self._client_ca.read_bytes()
-            return PemFiles(self._cert.read_bytes(), self._key.read_bytes(), ca)
-        except OSError as error:
-            raise self._refusal(error) from error
+        """What was read last. From any thread: whoever asks again sees whether it is another one."""
+        return self._pem
 
     def reload_if_changed(self) -> bool:
         """Read the files again if one is not what it was. Did something change?"""
@@ -89,8 +85,9 @@ class Certificates:
         self._stamps = self._look()
         try:
             self._new_context()  # the one in use would be left half changed by files that do not fit
-            self._configuration = self._read()
+            pem, configuration = self._read()
             self._load(self._context)
+            self._pem, self._configuration = pem, configuration
         except ConfigError as error:
             self.problem = str(error)
             _LOG.error("the old certificate stays in use: %s", error)
@@ -117,13 +114,13 @@ class Certificates:
         except (OSError, ssl.SSLError) as error:
             raise self._refusal(error) from error
 
-    def _read(self) -> grpc.ServerCertificateConfiguration:
+    def _read(self) -> tuple[PemFiles, grpc.ServerCertificateConfiguration]:
         try:
-            pair = (self._key.read_bytes(), self._cert.read_bytes())
             root = None if self._client_ca is None else self._client_ca.read_bytes()
+            pem = PemFiles(self._cert.read_bytes(), self._key.read_bytes(), root)
         except OSError as error:
             raise self._refusal(error) from error
-        return grpc.ssl_server_certificate_configuration([pair], root)
+        return pem, grpc.ssl_server_certificate_configuration([(pem.key, pem.cert)], root)
 
     def _refusal(self, error: OSError) -> ConfigError:
         ca = "" if self._client_ca is None else f", tls_client_ca {self._client_ca}"
@@ -135,7 +132,7 @@ class Certificates:
 
     def _look(self) -> Stamps:
         paths = (self._cert, self._key) if self._client_ca is None else (self._cert, self._key, self._client_ca)
-        return tuple(map(_stamp, paths))
+        return tuple(map(stamp_of, paths))
 
 
 def names_in_peercert(certificate: Mapping[str, Any] | None) -> tuple[str, ...]:
@@ -158,7 +155,8 @@ def _warn_of_readers(key: Path) -> None:
         _LOG.warning("the private key %s can be read by others: chmod 600 it", key)
 
 
-def _stamp(path: Path) -> tuple[int, int, int] | None:
+def stamp_of(path: Path) -> tuple[int, int, int] | None:
+    """What changes with a file's content; None: it is not there."""
     try:
         found = path.stat()
     except OSError:

@@ -25,6 +25,7 @@ from kvservice.peers.weights import Ramp
 
 _LIVE, _DRAINING, _DISCONNECTED = MemberState.LIVE, MemberState.DRAINING, MemberState.DISCONNECTED
 REFUSED_MAX = 64
+DEPARTED_MAX = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +115,8 @@ class Directory:
         """Who was refused and why, by address; the last ones."""
         self._clock = clock
         self._knows_liveness = knows_liveness
+        self.departed: dict[UUID, Member] = {}
+        """Who left and was not seen again; the last ones, for people."""
         self._members: dict[UUID, Member] = {}
         self._fence = Fence()
         self._listed: dict[Address, None] = {}
@@ -218,6 +221,13 @@ class Directory:
                 break
         return Owners(tuple(read), tuple(write))
 
+    def standing(self, segment: bytes) -> list[Member]:
+        """Who owns a segment, whatever its state, and who else is asked for it; for people."""
+        ring = self._ring_now()
+        ranked = rank(segment, ring.candidates) if len(ring.candidates) > 1 else range(len(ring.candidates))
+        first = [ring.members[index] for index, _ in zip(ranked, range(self.limits.replicas), strict=False)]
+        return list(dict.fromkeys([*first, *self.owners(segment).read]))
+
     def _ring_now(self) -> _Ring:
         now_s = self._clock()
         if self._ring is None or now_s >= self._ring.until_s:
@@ -306,6 +316,7 @@ class Directory:
         elif now_s - self._started_s >= self.limits.grace_s:
             member.empty_since_s = now_s
         self._members[facts.node.uuid] = member
+        self.departed.pop(facts.node.uuid, None)
         self._ring = None
         return member
 
@@ -350,9 +361,15 @@ class Directory:
         if member.gone_since_s is None:
             member.gone_since_s = now_s
         if member.is_draining or now_s - member.gone_since_s >= self.limits.grace_s:
-            del self._members[member.node.uuid]
+            self._forget(member)
             return MemberState.LEFT
         return _DISCONNECTED
+
+    def _forget(self, member: Member) -> None:
+        del self._members[member.node.uuid]
+        self.departed[member.node.uuid] = member
+        while len(self.departed) > DEPARTED_MAX:
+            del self.departed[next(iter(self.departed))]
 
     def _refuse(self, address: Address, reason: str) -> None:
         self.refused.pop(address, None)

@@ -4,6 +4,7 @@ A call that moves a record may be given up at any moment: nothing is written to 
 however long gRPC takes to let go of the call.
 """
 
+import logging
 import ssl
 import threading
 from collections.abc import Callable, Iterator
@@ -52,6 +53,7 @@ from kvservice.wire.v1 import peer_pb2 as wire
 RECONNECT_MS_MAX = 500
 M = TypeVar("M", bound=Message)
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,8 @@ class Piece:
 class FlightConnection:
     """A channel to one node, greeted when it is first used. Any thread calls; every call ends within its time.
 
-    ``pem``: this node's certificate and the authority of others, None for plaintext; ``caller.tls`` is not used.
+    ``pem``: this node's certificate and the authority of others as they are now, None for plaintext; when they change
+    the next call opens another channel. ``caller.tls`` is not used.
     ``on_greeted`` is told what the node says of itself, by the thread that called.
     """
 
@@ -74,7 +77,7 @@ class FlightConnection:
         self,
         address: Address,
         caller: Caller,
-        pem: PemFiles | None,
+        pem: Callable[[], PemFiles | None],
         deadline_s: float,
         on_greeted: Callable[[Facts], None],
     ) -> None:
@@ -86,14 +89,22 @@ class FlightConnection:
         self._lock = threading.Lock()
         self._session: ClientSession | None = None
         self._asked = b""
-        host = f"[{address.host}]" if ":" in address.host else address.host
-        self._client: Any = flight.FlightClient(
-            f"{'grpc' if pem is None else 'grpc+tls'}://{host}:{address.port}",
+        self._address = address
+        self._pem = pem
+        self._shown = pem()
+        self._opening = threading.Lock()
+        self._problem = ""
+        self._client: Any = self._connect(self._shown)
+
+    def _connect(self, pem: PemFiles | None) -> Any:
+        host = f"[{self._address.host}]" if ":" in self._address.host else self._address.host
+        return flight.FlightClient(
+            f"{'grpc' if pem is None else 'grpc+tls'}://{host}:{self._address.port}",
             generic_options=[
                 ("grpc.max_receive_message_length", ANSWER_BYTES_MAX),
                 ("grpc.max_reconnect_backoff_ms", RECONNECT_MS_MAX),
             ],
-            **({} if pem is None else _secured(pem, caller.server_name)),
+            **({} if pem is None else _secured(pem, self._caller.server_name)),
         )
 
     # Questions
@@ -179,7 +190,8 @@ class FlightConnection:
         if says_bye and session is not None:
             with suppress(KVServiceError):
                 self._ask(BYE, None, None, min(self._deadline_s, 1.0), session)
-        self._client = None
+        with self._opening:
+            self._client = None
 
     # Parts
 
@@ -247,10 +259,25 @@ class FlightConnection:
             self._parse(results[0].body.to_pybytes(), answer)
 
     def _open(self) -> Any:
-        client = self._client
-        if client is None:
-            raise UnavailableError(f"the link to {self.where} is closed")
-        return client
+        """The channel; calls that run stand on that which they began with."""
+        with self._opening:
+            if self._client is None:
+                raise UnavailableError(f"the link to {self.where} is closed")
+            pem = self._pem_now()
+            if pem != self._shown:
+                self._client, self._shown = self._connect(pem), pem
+            return self._client
+
+    def _pem_now(self) -> PemFiles | None:
+        """Files that cannot be read for now change nothing."""
+        try:
+            pem, self._problem = self._pem(), ""
+        except ConfigError as error:
+            if self._problem != str(error):
+                self._problem = str(error)
+                log.warning("%s: what was shown until now is shown still: %s", self.where, error)
+            return self._shown
+        return pem
 
     def _parse(self, data: bytes, message: Message) -> None:
         try:

@@ -37,7 +37,8 @@ class FlightLink:
     """See Carrier. ``on_change`` is told, on the loop, when the peer is lost (None), and what it says of itself.
 
     ``identity_of``: the canonical JSON of a namespace that records were found in over another way; None: not known.
-    ``pem``: what connections are secured with, None for plaintext. Raises ConfigError without pyarrow.
+    ``pem``: what connections are secured with now, None for plaintext; asked before every call. Raises ConfigError for
+    files that cannot be read, and without pyarrow.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class FlightLink:
         address: FlightAddress,
         caller: Caller,
         *,
-        pem: PemFiles | None = None,
+        pem: Callable[[], PemFiles | None] = lambda: None,
         identity_of: Callable[[Namespace], str | None] = lambda _: None,
         limits: LinkLimits | None = None,
         on_change: Callable[[Facts | None], None] = lambda _: None,

@@ -15,6 +15,7 @@ from pyarrow import flight
 
 from kvservice.access.authorization import token_of
 from kvservice.access.principal import Credentials
+from kvservice.access.tls import PemFiles
 from kvservice.model.errors import ConfigError, InvalidInputError, KVServiceError, LimitError
 from kvservice.peers.flight_batches import FLIGHT_ERRORS, SCHEMA, batch_of, bytes_of, to_flight, whole_of
 from kvservice.peers.flight_server import FlightCaller, FlightServer
@@ -29,10 +30,14 @@ HEADER_CHARS_MAX = 8192
 log = logging.getLogger(__name__)
 
 
-def open_endpoint(service: FlightServer) -> tuple[int, Callable[[], None]]:
-    """Serve; the port, and what closes it. Raises ConfigError."""
-    host, port = service.address
-    tls = service.tls
+def open_endpoint(
+    service: FlightServer, address: tuple[str, int], tls: PemFiles | None
+) -> tuple[int, Callable[[], None]]:
+    """Serve; the port, and what closes it: it takes no more calls at once, and returns when the last one has ended.
+
+    Raises ConfigError.
+    """
+    host, port = address
     secured: dict[str, Any] = {}
     if tls is not None:
         secured["tls_certificates"] = [flight.CertKeyPair(tls.cert, tls.key)]

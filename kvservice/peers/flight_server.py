@@ -19,6 +19,7 @@ from kvservice import __version__
 from kvservice.access.principal import Credentials, Principal
 from kvservice.access.tls import PemFiles
 from kvservice.model.errors import (
+    ConfigError,
     ForbiddenError,
     InvalidInputError,
     KVServiceError,
@@ -47,6 +48,8 @@ from kvservice.peers.streams_server_sessions import PeerSession, PeerSessions
 from kvservice.storage.buffer import Bytes
 from kvservice.wire.v1 import peer_pb2 as wire
 
+FAILURES_TOLD = 4
+"""Looks at which the port is not free yet, before it is said: what listened there takes a moment to end."""
 M = TypeVar("M", bound=Message)
 
 log = logging.getLogger(__name__)
@@ -62,9 +65,11 @@ class FlightCaller(NamedTuple):
 
 
 class FlightServer:
-    """``sessions``: those of the same node's peer port, if it has one. ``tls``: None for plaintext.
+    """``sessions``: those of the same node's peer port, if it has one. ``tls``: what is shown and believed now; None
+    for plaintext.
 
-    ``start`` and ``stop`` block; neither is for a loop.
+    pyarrow cannot exchange certificates. So when they change the port is opened anew: connections that are there end
+    with the calls that run on them, sessions stay. ``start`` and ``stop`` block; neither is for a loop.
     """
 
     def __init__(
@@ -74,7 +79,7 @@ class FlightServer:
         *,
         sessions: PeerSessions | None = None,
         authorize: Authorize = everybody,
-        tls: PemFiles | None = None,
+        tls: Callable[[], PemFiles] | None = None,
         limits: ServerLimits | None = None,
         flight_limits: FlightLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -83,7 +88,8 @@ class FlightServer:
         self.flight_limits = flight_limits or FlightLimits()
         self.counters = ConnectionCounters()
         self.sessions = FlightSessions(sessions or PeerSessions(host, self.limits), self.flight_limits, clock)
-        self.address, self.tls = address, tls
+        self._address, self._tls = address, tls
+        self._shown: PemFiles | None = None
         self._host = host
         self._authorize = authorize
         self._clock = clock
@@ -91,32 +97,67 @@ class FlightServer:
         self._lock = threading.Lock()
         self._intakes: set[Intake] = set()
         self._shut: Callable[[], None] | None = None
+        self._leaving: list[threading.Thread] = []
+        self._is_open = False
+        self._failures = 0
         self._watcher = threading.Thread(target=self._watch, name="kvservice-flight-watch", daemon=True)
 
     def start(self) -> int:
         """Listen; the port. Raises ConfigError if it is taken or not ours to take, or pyarrow is missing."""
         require_flight()
+        port = self._open(None if self._tls is None else self._tls())
+        self._is_open = True
+        self._watcher.start()
+        return port
+
+    def _open(self, tls: PemFiles | None) -> int:
         from kvservice.peers.flight_endpoint import open_endpoint
 
-        port, self._shut = open_endpoint(self)
-        self._watcher.start()
+        port, self._shut = open_endpoint(self, self._address, tls)
+        self._address, self._shown = (self._address[0], port), tls
         return port
 
     def stop(self) -> None:
         """End every call and session. Safe to call twice. The node's loop must still run."""
         self._stopping.set()
-        shut, self._shut = self._shut, None
-        if shut is None:
+        if not self._is_open:
             return
+        self._is_open = False
         self._watcher.join(JOIN_S)
         for intake in self._open_intakes():
             intake.cut()
-        thread = threading.Thread(target=shut, name="kvservice-flight-stop", daemon=True)
-        thread.start()
-        thread.join(JOIN_S)
-        if thread.is_alive():
+        self._leave()
+        until_s = time.monotonic() + JOIN_S
+        for thread in self._leaving:
+            thread.join(max(0.0, until_s - time.monotonic()))
+        if any(thread.is_alive() for thread in self._leaving):
             log.warning("Flight port: a caller that reads nothing keeps it from closing; it is left behind")
         self.sessions.sweep(is_all=True)
+
+    def _leave(self) -> None:
+        """Take no more calls where they came until now; those that run go on."""
+        shut, self._shut = self._shut, None
+        self._leaving = [thread for thread in self._leaving if thread.is_alive()]
+        if shut is not None:
+            thread = threading.Thread(target=shut, name="kvservice-flight-stop", daemon=True)
+            thread.start()
+            self._leaving.append(thread)
+
+    def _exchange(self) -> None:
+        """Open the port anew if its certificate is another one now; again at the next look while it is still taken."""
+        tls = None if self._tls is None else self._tls()
+        if tls == self._shown and self._shut is not None:
+            return
+        self._leave()
+        try:
+            self._open(tls)
+        except ConfigError as error:
+            self._failures += 1
+            if self._failures == FAILURES_TOLD:
+                log.warning("Flight port: with the new certificate it is not open yet, and is tried again: %s", error)
+        else:
+            self._failures = 0
+            log.info("Flight port: the new certificate is in use")
 
     # Calls, by gRPC's threads. Each raises KVServiceError
 
@@ -260,6 +301,7 @@ class FlightServer:
     def _watch(self) -> None:
         while not self._stopping.wait(self.limits.watch_interval_s):
             self.sessions.sweep()
+            self._exchange()
             for intake in self._open_intakes():
                 if intake.is_late and intake.cut():
                     log.warning("Flight port: %s is cut off: it kept this node waiting for a slow writer", intake.where)

@@ -8,6 +8,8 @@
                                                        got, which is not answered: until then they stay where they are
     store      -> go, then data* commit from the caller, then stored | error;   or exists | error
 
+    over a unix socket: welcome arena arena, the node's and the caller's; from then on lent may stand for data
+
 Little endian. ``request`` is the caller's number, repeated in all that belongs to it. Messages are those of peer.proto;
 only ``data`` has payload, and no message. A length is checked before room is made for it.
 """
@@ -50,7 +52,9 @@ class Kind(enum.IntEnum):
     RELEASE = 8
     PING = 9
     GOT = 10
+    ARENA = 11
     DATA = 32
+    LENT = 33
     WELCOME = 64
     FOUND = 65
     GO = 66
@@ -72,7 +76,9 @@ MESSAGE_LIMITS = {
     Kind.RELEASE: SMALL_BYTES_MAX,
     Kind.PING: GREETING_BYTES_MAX,
     Kind.GOT: 0,
+    Kind.ARENA: GREETING_BYTES_MAX,
     Kind.DATA: 0,
+    Kind.LENT: GREETING_BYTES_MAX,
     Kind.WELCOME: GREETING_BYTES_MAX,
     Kind.FOUND: MESSAGE_BYTES_MAX,
     Kind.GO: GREETING_BYTES_MAX,

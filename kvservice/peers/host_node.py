@@ -139,13 +139,12 @@ class NodeSession:
         except BaseException:
             for query, space in zip(queries, spaces, strict=True):
                 node.accounts.of(space).count_broken_off(query.tokens)
-            if grant.id in node.leases.live:
-                node.leases.end(grant)
+            node.leases.end_if_live(grant)
             raise
         self._note(queries, spaces, findings, grant)
         is_leased = bool(grant.caches)
-        if not is_leased and grant.id in node.leases.live:
-            node.leases.end(grant)
+        if not is_leased:
+            node.leases.end_if_live(grant)
         return (grant.id, grant.ttl_s, places) if is_leased else (0, 0.0, places)
 
     def _answer(self, space: Space, query: Query, grant: Grant) -> Finding:

@@ -13,6 +13,9 @@ FLIGHT = "flight://"
 PORT_MAX = 65535
 HOST_CHARS_MAX = 253
 NAME_CHARS_MAX = 128
+BOOT_ID_CHARS_MAX = 64
+LOCAL_PATH_BYTES_MAX = 107
+"""What the kernel takes for the path of a unix socket."""
 WEIGHT_MAX = 1e18
 EPOCH_MAX = (1 << 63) - 1
 _HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9])?")
@@ -56,6 +59,16 @@ class FlightAddress(Address):
         return f"{FLIGHT}{super().__str__()}"
 
 
+class LocalAddress(NamedTuple):
+    """A unix socket of this host, at which nodes read each other's arenas, and which boot of a node must be there."""
+
+    path: str
+    node: NodeId
+
+    def __str__(self) -> str:
+        return f"unix:{self.path}"
+
+
 def parse_address(text: str) -> Address:
     """From ``host:port``, or ``flight://host:port``. Raises ConfigError."""
     text = text.strip()
@@ -83,7 +96,8 @@ class Facts:
     ``weight``: its share of the segments, in proportion to others'; all nodes use one unit (bytes they can hold).
     ``empty_s``: seconds since it began empty, None if it does not say; a node that found its caches on SSD again
     counts from when those began. ``is_draining``: it takes no new caches and will leave. ``flight_port``: where it also
-    speaks Arrow Flight, at the same host; 0: nowhere.
+    speaks Arrow Flight, at the same host; 0: nowhere. ``local_path``: a unix socket for nodes of the same host, whose
+    kernel calls its boot ``boot_id``; empty: none.
     """
 
     node: NodeId
@@ -92,6 +106,8 @@ class Facts:
     is_draining: bool = False
     empty_s: float | None = None
     flight_port: int = 0
+    boot_id: str = ""
+    local_path: str = ""
 
     def __post_init__(self) -> None:
         is_right = (
@@ -101,13 +117,22 @@ class Facts:
             and 0 < self.weight <= WEIGHT_MAX
             and (self.empty_s is None or self.empty_s >= 0)
             and 0 <= self.flight_port <= PORT_MAX
+            and len(self.boot_id) <= BOOT_ID_CHARS_MAX
+            and self.boot_id.isprintable()
+            and is_local_path(self.local_path)
         )
         if not is_right:
             raise ConfigError(
                 f"node {self.node.uuid} says what cannot be: epoch {self.node.epoch}, weight {self.weight}, "
-                f"empty for {self.empty_s} s, Flight port {self.flight_port}, a name of {len(self.name)} characters; "
-                "give it other settings"
+                f"empty for {self.empty_s} s, Flight port {self.flight_port}, a name of {len(self.name)} characters, "
+                f"a socket at {self.local_path[:LOCAL_PATH_BYTES_MAX]!r}; give it other settings"
             )
+
+
+def is_local_path(text: str) -> bool:
+    """Can this be the path of a unix socket that others are told of? Empty: there is none."""
+    is_short = len(text) <= LOCAL_PATH_BYTES_MAX and len(text.encode(errors="replace")) <= LOCAL_PATH_BYTES_MAX
+    return not text or (is_short and text.startswith("/") and text.isprintable())
 
 
 class MemberState(StrEnum):

@@ -208,7 +208,7 @@ class Pool:
         waiting. None for a lane that has waited too long, which is struck off.
         """
         with self._changed:
-            queue = self._queues[is_record]
+            queue, until_s = self._queues[is_record], self.clock() + self.limits.idle_s
             while not self._is_closed:
                 while queue and queue[0].is_done:
                     queue.popleft()
@@ -216,11 +216,12 @@ class Pool:
                     return queue.popleft()
                 if is_behind:
                     return None
-                self._idle[is_record] += 1
-                has_news = self._changed.wait(self.limits.idle_s)
-                self._idle[is_record] -= 1
-                if not has_news:
+                left_s = until_s - self.clock()
+                if left_s <= 0:  # also while others are kept busy
                     return None
+                self._idle[is_record] += 1
+                self._changed.wait(left_s)
+                self._idle[is_record] -= 1
             return None
 
     def _fits_behind(self, call: Call, room: int) -> bool:

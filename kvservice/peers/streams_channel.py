@@ -62,11 +62,18 @@ class Channel:
         self._sock = sock
         self._header = bytearray(HEADER.size)
         self.is_tls = isinstance(sock, ssl.SSLSocket)
-        is_far = not self.is_tls and not _is_loopback(sock)
-        self._sends_files = is_far if sends_files is None else sends_files and not self.is_tls
+        if sends_files is None:
+            sends_files = not _is_loopback(sock)
+        self._sends_files = sends_files and not self.is_tls
         self._wait_all = 0 if self.is_tls else socket.MSG_WAITALL
         self._more = 0 if self.is_tls else socket.MSG_MORE
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def handshake(self) -> None:
+        """What must be done before the first byte of ours, by who was called."""
+        if isinstance(self._sock, ssl.SSLSocket):
+            self._sock.do_handshake()
 
     def set_timeout(self, seconds: float | None) -> None:
         """How long a step may wait, for who has no clock watched: while a connection is greeted."""
@@ -164,7 +171,7 @@ class Channel:
 def _is_loopback(sock: socket.socket) -> bool:
     try:
         return ipaddress.ip_address(sock.getpeername()[0].partition("%")[0]).is_loopback
-    except (OSError, ValueError):  # it has ended, or is none of TCP
+    except (OSError, ValueError):  # it has ended
         return True
 
 

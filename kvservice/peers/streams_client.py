@@ -9,7 +9,6 @@ import asyncio
 import logging
 import random
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,9 +22,9 @@ from kvservice.model.segment import CacheKey, ContextId
 from kvservice.peers.backoff import Backoff
 from kvservice.peers.frames import Kind
 from kvservice.peers.host import Query
-from kvservice.peers.member import Address, Facts
+from kvservice.peers.member import Address, Facts, LocalAddress
 from kvservice.peers.pool import Call, Pool, SilentError
-from kvservice.peers.streams_channel import NO_DESCRIPTOR, Source
+from kvservice.peers.streams_channel import Source
 from kvservice.peers.streams_client_calls import (
     CountCall,
     FetchCall,
@@ -36,8 +35,10 @@ from kvservice.peers.streams_client_calls import (
     PingCall,
     StoreCall,
 )
-from kvservice.peers.streams_client_dialler import Caller, PeerDialler
+from kvservice.peers.streams_client_dialler import Caller, PeerDialler, WatchedDialler
+from kvservice.peers.streams_identities import KnownIdentities
 from kvservice.peers.streams_limits import LinkLimits
+from kvservice.peers.streams_local_dialler import LocalDialler
 from kvservice.sharing.place import Offer, Parcel, Question
 from kvservice.storage.arena import Arena
 from kvservice.storage.buffer import Bytes
@@ -48,6 +49,8 @@ from kvservice.wire.v1 import peer_pb2 as wire
 
 IDENTITIES_MAX = 256
 """Namespaces whose JSON is kept at hand; making it takes 3 ms of the loop."""
+PROBE_SHARE = 4
+"""A peer that is doubted has this part of a deadline to answer."""
 CLOSE_S = 10.0
 
 log = logging.getLogger(__name__)
@@ -78,18 +81,21 @@ class Transfer(NamedTuple):
 
 
 class PeerLink:
-    """See Place. ``arena``: where records that are given away lie, so that the kernel sends them without a copy.
+    """See Place. ``arena``: where records that are given away lie, so that the kernel sends them without a copy, and
+    the node behind a LocalAddress, which needs one, reads them there.
 
+    ``identity_of``: the canonical JSON of a namespace that records were found in over another way; None: not known.
     ``on_change`` is told, on the loop, when the peer is lost (None), and what it says of itself whenever it greets.
     ``on_transfer`` is told of every record moved. ``clock``: monotonic seconds.
     """
 
     def __init__(
         self,
-        address: Address,
+        address: Address | LocalAddress,
         caller: Caller,
         *,
         arena: Arena | None = None,
+        identity_of: Callable[[Namespace], str | None] = lambda _: None,
         limits: LinkLimits | None = None,
         on_change: Callable[[Facts | None], None] = lambda _: None,
         on_transfer: Callable[[Transfer], None] = lambda _: None,
@@ -110,9 +116,14 @@ class PeerLink:
         self._clock = clock
         self._draw = draw
         self._loop = asyncio.get_running_loop()
-        self._dialler = PeerDialler(address, caller, limits, self._note_greeted)
-        self._pool = Pool(self.name, _Events(self), limits, clock)
-        self._identities: OrderedDict[Namespace, str] = OrderedDict()
+        if isinstance(address, LocalAddress):
+            assert arena is not None, "what the other side reads"
+            self._dialler: PeerDialler = LocalDialler(address, caller, limits, self._note_greeted, arena)
+        else:
+            self._dialler = PeerDialler(address, caller, limits, self._note_greeted)
+        self._pool = Pool(self.name, WatchedDialler(self._dialler, self.breaker, self._hear_broken), limits, clock)
+        self._identities = KnownIdentities(IDENTITIES_MAX, identity_of)
+        self._settling: asyncio.Task[None] | None = None
         self._reviving: asyncio.Task[None] | None = None
         self._reason: BaseException | None = None
         self._is_closed = False
@@ -145,7 +156,7 @@ class PeerLink:
         """
         step, deadline_s = min(self.limits.find_queries_max, self._dialler.find_queries_max), self.limits.deadline_s
         for namespace, text in identities.items():
-            self._keep(namespace, text)
+            self._identities.keep(namespace, text)
         calls = [
             FindCall(part, {one.namespace: identities[one.namespace] for one in part}, ttl_s, deadline_s / 2)
             for part in (queries[at : at + step] for at in range(0, len(queries), step))
@@ -165,7 +176,7 @@ class PeerLink:
     async def find(self, questions: Sequence[Question]) -> list[Offer | None]:
         """See Place."""
         queries = [query_of(question) for question in questions]
-        identities = {one.space.namespace: self._identity(one.space) for one in questions}
+        identities = {one.space.namespace: self._identities.of(one.space) for one in questions}
         findings = await self.find_all(queries, identities, ttl_s=self.limits.lease_ttl_s)
         return [None if one.record is None else Offer(one.record, one.master) for one in findings]
 
@@ -195,7 +206,7 @@ class PeerLink:
 
     async def delete(self, space: Space, keys: Sequence[CacheKey] | None) -> int:
         """See Place."""
-        namespace, identities = space.namespace, {space.namespace: self._identity(space)}
+        namespace, identities = space.namespace, {space.namespace: self._identities.of(space)}
         step = self.limits.keys_max
         parts = [None] if keys is None else [keys[at : at + step] for at in range(0, len(keys), step)]
         count = 0
@@ -210,9 +221,7 @@ class PeerLink:
     async def fetch(self, record: RemoteRecord, target: Bytes, on_piece: OnPiece, start: int = 0) -> None:
         """See Place. Pieces come in order."""
         name, started_s = record.name, self._clock()
-        known = self._identities.get(name.namespace)
-        identities = {} if known is None else {name.namespace: known}
-        call = FetchCall(record, target.data, on_piece, start, identities)
+        call = FetchCall(record, target.data, on_piece, start, self._identities.find(name.namespace))
         try:
             await self._run(call)
         finally:
@@ -227,7 +236,8 @@ class PeerLink:
         name, started_s = parcel.name, self._clock()
         key = CacheKey(name.segment, name.context)
         request = WriteRequest(name.namespace, key, len(parcel.view), parcel.master, parcel.prefill_s)
-        return await self.give(request, parcel.view, parcel.header_checksum, self._identity(parcel.space), started_s)
+        identity = self._identities.of(parcel.space)
+        return await self.give(request, parcel.view, parcel.header_checksum, identity, started_s)
 
     async def give(
         self, request: WriteRequest, view: Bytes, header_checksum: int, identity: str, started_s: float | None = None
@@ -244,27 +254,17 @@ class PeerLink:
         return call.is_stored
 
     def _source(self, view: Bytes) -> Source:
-        if self._arena is None or not len(self._arena.view):
+        offset = None if self._arena is None else self._arena.offset_of(view)
+        if self._arena is None or offset is None:
             return Source(view.data)
-        offset = view.ctypes.data - self._arena.view.ctypes.data
-        is_inside = offset >= 0 and offset + len(view) <= self._arena.bytes
-        return Source(view.data, self._arena.descriptor() if is_inside else NO_DESCRIPTOR, offset)
-
-    def _identity(self, space: Space) -> str:
-        return self._identities.get(space.namespace) or self._keep(space.namespace, space.identity.canonical_json())
-
-    def _keep(self, namespace: Namespace, identity: str) -> str:
-        """A connection may belong to a new session, which has to be told again."""
-        self._identities[namespace] = identity
-        self._identities.move_to_end(namespace)
-        if len(self._identities) > IDENTITIES_MAX:
-            self._identities.popitem(last=False)
-        return identity
+        return Source(view.data, self._arena.descriptor(), offset)
 
     # Deadlines
 
-    async def _run(self, call: Call) -> None:
+    async def _run(self, call: Call, deadline_s: float = 0.0) -> None:
         """Have it answered. Ends within its deadline; when this ends, nothing writes to the caller's memory."""
+        if self._settling is not None and not call.is_probe:
+            await asyncio.wait([self._settling])
         if self._is_closed:
             raise UnavailableError(f"the link to {self.name} is closed")
         if not call.is_probe and not self.is_answering:
@@ -274,7 +274,7 @@ class PeerLink:
         started_s, limits, pool = self._clock(), self.limits, self._pool
         expected = call.expected_bytes
         pool.outstanding_bytes += expected
-        due_s = started_s + limits.deadline_s
+        due_s = started_s + (deadline_s or limits.deadline_s)
         if call.is_record:
             due_s += pool.outstanding_bytes / limits.bytes_per_s_min
         self.counters.calls += 1
@@ -308,7 +308,7 @@ class PeerLink:
     def _expire(self, call: Call, now_s: float) -> None:
         """Its time is up. Where nothing else moved either, the peer is lost, and nobody else waits as long for it."""
         deadline_s = self.limits.deadline_s
-        error = UnavailableError(f"{self.name} did not answer within {deadline_s:g} s")
+        error = SilentError(f"{self.name} did not answer within {deadline_s:g} s")
         self.counters.expired += 1
         since_s = now_s - deadline_s
         if self._pool.moved_s > since_s and not call.is_probe:
@@ -321,6 +321,21 @@ class PeerLink:
             self._pool.give_up_silent(now_s - deadline_s / 2, error)
 
     # Lost and found
+
+    def doubt(self) -> None:
+        """The peer is lost another way: whether it answers here is asked at once, and not waited for long."""
+        if self._settling is None and self.is_answering and not self._is_closed:
+            self._settling = self._loop.create_task(self._settle())
+
+    async def _settle(self) -> None:
+        call = PingCall()
+        call.is_probe = True
+        try:
+            await self._run(call, self.limits.deadline_s / PROBE_SHARE)
+        except KVServiceError as error:
+            log.info("%s does not answer either: %s", self.name, error)
+        finally:
+            self._settling = None
 
     def _lose(self, error: BaseException) -> None:
         """The breaker is open: end what waits, and look for the peer now and then."""
@@ -357,6 +372,11 @@ class PeerLink:
         self.facts = facts
         self._on_change(facts)
 
+    def _hear_broken(self, error: BaseException) -> None:
+        """From a lane's thread."""
+        self._reason = error
+        self._post(partial(self._note_broken, error))
+
     def _note_broken(self, error: BaseException) -> None:
         if not self.is_answering:
             self._lose(error)
@@ -370,33 +390,12 @@ class PeerLink:
         if self._is_closed:
             return
         self._is_closed = True
-        if self._reviving is not None:
-            self._reviving.cancel()
-            await asyncio.gather(self._reviving, return_exceptions=True)
+        tasks = [task for task in (self._reviving, self._settling) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         threads = self._pool.close()
         await asyncio.gather(*(asyncio.to_thread(thread.join, CLOSE_S) for thread in threads))
-
-
-class _Events:
-    """What lanes report, from their threads: the breaker hears of it at once, the loop soon."""
-
-    def __init__(self, link: PeerLink) -> None:
-        self._link = link
-        self.dial = link._dialler.dial
-
-    def note_broken(self, error: BaseException) -> None:
-        """See Dialler."""
-        link = self._link
-        link._reason = error
-        if isinstance(error, SilentError):
-            link.breaker.timed_out()
-        else:
-            link.breaker.failed()
-        link._post(partial(link._note_broken, error))
-
-    def note_answered(self) -> None:
-        """See Dialler."""
-        self._link.breaker.succeeded()
 
 
 def _resolve(done: "asyncio.Future[None]") -> None:

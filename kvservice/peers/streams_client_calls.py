@@ -163,13 +163,15 @@ class FetchCall(Call):
     def send(self, channel: Channel, request: int, session: ClientSession) -> None:
         """See Call."""
         name, lease = self._record.name, self._record.lease if isinstance(self._record, PeerRecord) else None
+        is_own = lease is None or lease.session is session
         new = [text for namespace, text in self._identities.items() if namespace not in session.registered]
         message = wire.PeerFetch(
             identities=new,
             namespace=name.namespace,
             key=encode_key(CacheKey(name.segment, name.context)),
             generation=self._record.head.generation,
-            lease_id=lease.id if lease is not None and lease.session is session else 0,
+            lease_id=lease.id if lease is not None and is_own else 0,
+            leased=None if lease is None or is_own else wire.PeerLeased(session=lease.session.id, lease_id=lease.id),
             start=self.at,
         )
         channel.send(Kind.FETCH, request, message)

@@ -10,11 +10,12 @@ from kvservice import __version__
 from kvservice.model.errors import ConfigError, InvalidInputError, KVServiceError, UnavailableError, error_from_code
 from kvservice.peers.fence import Fence, twin_error
 from kvservice.peers.frames import FrameError, Kind
-from kvservice.peers.member import Address, Facts
+from kvservice.peers.member import Address, Facts, LocalAddress
 from kvservice.peers.pool import ClientSession, SilentError
 from kvservice.peers.streams_channel import Channel
 from kvservice.peers.streams_limits import LinkLimits
 from kvservice.peers.streams_messages import decode_facts, encode_facts
+from kvservice.storage.remote.breaker import Breaker
 from kvservice.wire.v1 import peer_pb2 as wire
 
 
@@ -50,7 +51,7 @@ class PeerDialler:
     """``on_greeted``: told what the peer says of itself, from the thread that dialled."""
 
     def __init__(
-        self, address: Address, caller: Caller, limits: LinkLimits, on_greeted: Callable[[Facts], None]
+        self, address: Address | LocalAddress, caller: Caller, limits: LinkLimits, on_greeted: Callable[[Facts], None]
     ) -> None:
         self.record_bytes_max = 0
         self.find_queries_max = limits.find_queries_max
@@ -91,6 +92,7 @@ class PeerDialler:
             return channel, session
 
     def _connect(self) -> Channel:
+        assert isinstance(self._address, Address), "others have diallers of their own"
         (host, port), tls = self._address, self._caller.context()
         sock = socket.create_connection((host, port), self._deadline_s)
         try:
@@ -103,12 +105,7 @@ class PeerDialler:
 
     def _greet(self, channel: Channel) -> ClientSession:
         own = self._caller.facts()
-        channel.send_opening()
-        hello = wire.PeerHello(
-            facts=encode_facts(own), token=self._caller.shown_token(), session=self._session.id, version=__version__
-        )
-        channel.send(Kind.HELLO, 1, hello)
-        channel.receive_opening()
+        self._open(channel, own)
         header = channel.receive_header()
         if header.kind is Kind.ERROR:
             said = channel.receive_message(header, wire.PeerError())
@@ -127,8 +124,24 @@ class PeerDialler:
             self._session = ClientSession(welcome.session, set(), fetches_max, limits.fetch_bytes_max)
         self.record_bytes_max = limits.record_bytes_max
         self.find_queries_max = max(1, limits.find_queries_max)
+        self._exchange(channel)
         self._on_greeted(facts)
         return self._session
+
+    def _open(self, channel: Channel, own: Facts) -> None:
+        """Say who calls, and hear what is spoken there."""
+        channel.send_opening()
+        self._say_hello(channel, own)
+        channel.receive_opening()
+
+    def _say_hello(self, channel: Channel, own: Facts) -> None:
+        hello = wire.PeerHello(
+            facts=encode_facts(own), token=self._caller.shown_token(), session=self._session.id, version=__version__
+        )
+        channel.send(Kind.HELLO, 1, hello)
+
+    def _exchange(self, channel: Channel) -> None:
+        """What both sides give each other behind the welcome."""
 
     def _admit(self, own: Facts, facts: Facts) -> None:
         where = str(self._address)
@@ -141,3 +154,24 @@ class PeerDialler:
     def _refusal(self, error: KVServiceError) -> KVServiceError:
         """The same error, and who said so."""
         return type(error)(f"{self._address} refuses this node: {error}")
+
+
+class WatchedDialler:
+    """See ``kvservice.peers.pool.Dialler``. What lanes report, from their threads, the breaker hears at once."""
+
+    def __init__(self, dialler: PeerDialler, breaker: Breaker, on_broken: Callable[[BaseException], None]) -> None:
+        self.dial = dialler.dial
+        self._breaker = breaker
+        self._on_broken = on_broken
+
+    def note_broken(self, error: BaseException) -> None:
+        """See Dialler."""
+        if isinstance(error, SilentError):
+            self._breaker.timed_out()
+        else:
+            self._breaker.failed()
+        self._on_broken(error)
+
+    def note_answered(self) -> None:
+        """See Dialler."""
+        self._breaker.succeeded()

@@ -29,6 +29,8 @@ def encode_facts(facts: Facts) -> wire.PeerFacts:
         is_draining=facts.is_draining,
         empty_s=facts.empty_s,
         flight_port=facts.flight_port,
+        boot_id=facts.boot_id,
+        local_path=facts.local_path,
     )
 
 
@@ -39,7 +41,8 @@ def decode_facts(said: wire.PeerFacts) -> Facts:
     empty_s = said.empty_s if said.HasField("empty_s") else None
     try:
         node = NodeId(UUID(bytes=said.uuid), said.epoch)
-        return Facts(node, said.name, said.weight, said.is_draining, empty_s, said.flight_port)
+        flags = (said.is_draining, empty_s, said.flight_port)
+        return Facts(node, said.name, said.weight, *flags, said.boot_id, said.local_path)
     except ConfigError as error:
         raise InvalidInputError(str(error)) from error
 

@@ -11,10 +11,12 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 from kvservice.access.principal import LOCAL, Credentials, Principal
 from kvservice.model.errors import ConfigError
 from kvservice.peers.host import Authorize, Host, IsCurrent
+from kvservice.peers.streams_channel import Channel
 from kvservice.peers.streams_limits import ServerLimits
 from kvservice.peers.streams_server_connection import ConnectionCounters, PeerConnection
 from kvservice.peers.streams_server_sessions import PeerSessions
@@ -33,7 +35,10 @@ def everybody(_: Credentials) -> Principal:
 
 
 class StreamServer:
-    """``tls``: the context of the port, None for plain TCP. ``start`` and ``stop`` block; neither is for a loop."""
+    """``tls``: the context of the port, None for plain TCP. ``sessions``: those of the node's other ports, if any.
+
+    ``start`` and ``stop`` block; neither is for a loop.
+    """
 
     def __init__(
         self,
@@ -45,10 +50,12 @@ class StreamServer:
         tls: ssl.SSLContext | None = None,
         limits: ServerLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
+        sessions: PeerSessions | None = None,
     ) -> None:
         self.limits = limits or ServerLimits()
-        self.sessions = PeerSessions(host, self.limits)
+        self.sessions = sessions or PeerSessions(host, self.limits)
         self.refused = 0
+        self._connection: type[PeerConnection] = PeerConnection
         self._host = host
         self._address = address
         self._authorize = authorize
@@ -78,18 +85,22 @@ class StreamServer:
         return sums
 
     def start(self) -> int:
-        """Listen; the port. Raises ConfigError if it is taken or not ours to take."""
-        name, port = self._address
-        family = socket.AF_INET6 if ":" in name else socket.AF_INET
-        try:
-            self._listener = socket.create_server((name, port), family=family, backlog=BACKLOG)
-        except OSError as error:
-            raise ConfigError(f"cannot listen for other nodes at {name}:{port}: {error}; set another port") from error
+        """Listen; the port, if it is one. Raises ConfigError if it is taken or not ours to take."""
+        self._listener = self._listen()
         for target, what in ((self._accept, "accept"), (self._watch, "watch")):
             thread = threading.Thread(target=target, name=f"kvservice-peers-{what}", daemon=True)
             self._threads.append(thread)
             thread.start()
-        return int(self._listener.getsockname()[1])
+        name = self._listener.getsockname()
+        return int(name[1]) if isinstance(name, tuple) else 0
+
+    def _listen(self) -> socket.socket:
+        name, port = self._address
+        family = socket.AF_INET6 if ":" in name else socket.AF_INET
+        try:
+            return socket.create_server((name, port), family=family, backlog=BACKLOG)
+        except OSError as error:
+            raise ConfigError(f"cannot listen for other nodes at {name}:{port}: {error}; set another port") from error
 
     def stop(self) -> None:
         """End every connection and wait for their threads. Safe to call twice. The node's loop must still run."""
@@ -119,15 +130,31 @@ class StreamServer:
                     log.warning("peer port: cannot take a node, out of descriptors? %r; trying again", error)
                     self._stopping.wait(ACCEPT_PAUSE_S)
                 continue
-            self._take(sock, address[0], f"{address[0]}:{address[1]}")
+            self._take(sock, *self._named(sock, address))
 
-    def _take(self, sock: socket.socket, address: str, where: str) -> None:
+    def _named(self, sock: socket.socket, address: Any) -> tuple[str, bool]:
+        """Where a caller is, for messages, and whether that is this machine."""
+        host, port = address[:2]
+        return f"{host}:{port}", ipaddress.ip_address(host.partition("%")[0]).is_loopback
+
+    def _take(self, sock: socket.socket, where: str, is_local: bool) -> None:
         if len(self._connections) >= self.limits.connections_max:
             self._say_full(where)
             sock.close()
             return
         try:
-            connection = self._connection(sock, address, where)
+            sock.setblocking(True)
+            connection = self._connection(
+                self._channel(sock),
+                where,
+                host=self._host,
+                sessions=self.sessions,
+                authorize=self._authorize,
+                is_current=self._is_current,
+                limits=self.limits,
+                clock=self._clock,
+                is_local=is_local,
+            )
         except OSError as error:
             log.info("peer port: %s went away: %s", where, error)
             sock.close()
@@ -137,21 +164,10 @@ class StreamServer:
             self._connections[connection] = thread
         thread.start()
 
-    def _connection(self, sock: socket.socket, address: str, where: str) -> PeerConnection:
-        sock.setblocking(True)
+    def _channel(self, sock: socket.socket) -> Channel:
         if self._tls is not None:
             sock = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
-        return PeerConnection(
-            sock,
-            where,
-            host=self._host,
-            sessions=self.sessions,
-            authorize=self._authorize,
-            is_current=self._is_current,
-            limits=self.limits,
-            clock=self._clock,
-            is_local=ipaddress.ip_address(address.partition("%")[0]).is_loopback,
-        )
+        return Channel(sock, sends_files=self.limits.sends_files)
 
     def _serve(self, connection: PeerConnection) -> None:
         try:

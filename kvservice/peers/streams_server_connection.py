@@ -5,18 +5,17 @@ understood. Holds and reservations end here, however the connection does.
 """
 
 import logging
-import socket
-import ssl
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from kvservice import __version__
-from kvservice.access.principal import Credentials
+from kvservice.access.principal import Credentials, Principal
 from kvservice.model.errors import ForbiddenError, InvalidInputError, KVServiceError, LimitError, RecordFormatError
 from kvservice.model.identity import Namespace
 from kvservice.peers.frames import MESSAGE_BYTES_MAX, FrameError, Header, Kind
 from kvservice.peers.host import Authorize, Held, Host, HostSession, IsCurrent, Room
+from kvservice.peers.member import Facts
 from kvservice.peers.streams_channel import Channel, ClosedError, data_frames, pieces_of
 from kvservice.peers.streams_limits import ServerLimits
 from kvservice.peers.streams_messages import (
@@ -56,7 +55,7 @@ class PeerConnection:
 
     def __init__(
         self,
-        sock: socket.socket,
+        channel: Channel,
         where: str,
         *,
         host: Host,
@@ -70,8 +69,7 @@ class PeerConnection:
         self.where = where
         self.waits_for = "a greeting"
         self.until_s = clock() + limits.handshake_s
-        self._channel = Channel(sock, sends_files=limits.sends_files)
-        self._sock = sock
+        self._channel = channel
         self._host = host
         self._sessions = sessions
         self._authorize = authorize
@@ -82,6 +80,7 @@ class PeerConnection:
         self._is_local = is_local
         self.counters = ConnectionCounters()
         self._session: PeerSession | None = None
+        self._is_by_certificate = False
         self._unconfirmed: dict[int, Held] = {}
         self._answers = {
             Kind.FIND: self._find,
@@ -141,8 +140,7 @@ class PeerConnection:
 
     def _greet(self) -> bool:
         """False: it was refused, and told why."""
-        if isinstance(self._sock, ssl.SSLSocket):
-            self._sock.do_handshake()
+        self._channel.handshake()
         try:
             self._channel.receive_opening()
         except RecordFormatError as error:
@@ -163,18 +161,33 @@ class PeerConnection:
             fetch_bytes_max=self._limits.fetch_bytes_max,
             fetches_max=self._limits.fetches_max,
         )
-        facts = encode_facts(self._host.facts)
+        facts = encode_facts(self._facts(self._session.principal))
         welcome = wire.PeerWelcome(facts=facts, session=self._session.id, version=__version__, limits=limits)
         self._channel.send(Kind.WELCOME, header.request, welcome)
+        self._exchange()
         return True
+
+    def _exchange(self) -> None:
+        """What both sides give each other behind the welcome."""
+
+    def _facts(self, principal: Principal) -> Facts:
+        """What it may know of this node. The way to all of its memory is for those who may see every tenant, and can
+        prove it there, where no certificate is shown."""
+        facts, is_welcome = self._host.facts, principal.tenants is None and not self._is_by_certificate
+        return facts if is_welcome else replace(facts, boot_id="", local_path="")
 
     def _admit(self, hello: wire.PeerHello) -> PeerSession:
         facts = decode_facts(hello.facts)
         shown = Credentials(hello.token, self._channel.peer_certificate, self._is_local)
         principal = self._authorize(shown)
+        self._is_by_certificate = not shown.token and bool(shown.certificate_names)
+        self._require(principal)
+        return self._sessions.join(facts, hello.session, principal, self, self.where)
+
+    def _require(self, principal: Principal) -> None:
+        """Raises ForbiddenError for who may not come this way."""
         if not principal.is_node:
             raise ForbiddenError(f"{principal.name} is no node: give it the role node in the access file")
-        return self._sessions.join(facts, hello.session, principal, self, self.where)
 
     def _refuse(self, error: KVServiceError) -> bool:
         log.warning("peer port: %s is refused: %s", self.where, error)
@@ -242,7 +255,7 @@ class PeerConnection:
         if len(self._unconfirmed) >= self._limits.fetches_max or header.request in self._unconfirmed:
             raise FrameError(f"{len(self._unconfirmed)} records were sent and not confirmed, or one twice")
         self._register(asked.identities)
-        held = self._node.hold(decode_fetch(asked))
+        held = self._hold(asked)
         self._unconfirmed[header.request] = held
         try:
             self._send_record(header.request, held, asked.start)
@@ -250,6 +263,15 @@ class PeerConnection:
             del self._unconfirmed[header.request]
             held.release()
             raise
+
+    def _hold(self, asked: wire.PeerFetch) -> Held:
+        """What was leased on another way to this node is held in the session of that one."""
+        assert self._session is not None, "greeted"
+        wanted, leased = decode_fetch(asked), asked.leased
+        other = self._sessions.find(leased.session, self._session.node, self._session.principal)
+        if other is None:
+            return self._node.hold(wanted)
+        return other.host.hold(wanted._replace(lease_id=leased.lease_id))
 
     def _send_record(self, request: int, held: Held, start: int) -> None:
         at, total = start, held.record_bytes
@@ -334,4 +356,5 @@ class PeerConnection:
     def _ping(self, header: Header) -> None:
         if header.message_bytes:
             raise FrameError("a ping says nothing")
-        self._channel.send(Kind.PONG, header.request, encode_facts(self._host.facts))
+        assert self._session is not None, "greeted"
+        self._channel.send(Kind.PONG, header.request, encode_facts(self._facts(self._session.principal)))

@@ -8,15 +8,17 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 from kvservice.model.errors import ConfigError, KVServiceError
 from kvservice.model.segment import SegmentId
 from kvservice.peers.directory import Change, Directory, Member
-from kvservice.peers.member import Address, Facts, FlightAddress, MemberState
+from kvservice.peers.locality import local_address
+from kvservice.peers.member import Address, Facts, FlightAddress, LocalAddress, MemberState
 from kvservice.peers.membership import Membership, MemberSource
 from kvservice.peers.routes import Router
 from kvservice.peers.routes_log import Medium
@@ -45,47 +47,56 @@ class Link(Carrier, Protocol):
     async def ping(self) -> float:
         """Seconds of a round trip; also learns what the peer says of itself now."""
 
-
-class DoubtfulLink(Link, Protocol):
-    """A second link to a peer."""
-
     def doubt(self) -> None:
-        """The peer is lost over the first one."""
+        """The peer is lost over another one: it has less than a deadline to show that it is there."""
 
 
-OpenLink = Callable[[Address, OnChange], Link]
-OpenFlight = Callable[[FlightAddress, OnChange], DoubtfulLink]
+Where = Address | LocalAddress
+OpenLink = Callable[[Any, OnChange], Link]
+"""Makes a link to such an address. Raises ConfigError where this node can make none."""
+
+
+@dataclass(frozen=True, slots=True)
+class FurtherWay:
+    """Besides the first one to a node. Its place has it as long as it is answered."""
+
+    where: Where
+    link: Link
+
+
 _LOG = logging.getLogger(__name__)
 
 
 class Cluster:
     """See ``kvservice.sharing.place.Directory``. Lives on the loop that starts it.
 
-    ``open_link(address, on_change)`` makes a link of streams, ``open_flight`` one of Arrow Flight: for addresses that
-    say so, and as a second way to nodes that say they have such a port. None: it is not used. ``own``: what this node
-    says of itself. ``is_self``: does an address lead here? ``cold``: storage behind all nodes.
+    ``openers``: what makes links, by medium; one that is not there is not used. Streams and Arrow Flight lead to listed
+    addresses. Further ways are Flight, to nodes that say they have such a port, and shared memory, to nodes that say
+    where they can be met on this host (``met_at``). ``own``: what this node says of itself. ``is_self``: does an
+    address lead here? ``cold``: storage behind all nodes.
     """
 
     def __init__(
         self,
         source: MemberSource,
         directory: Directory,
-        open_link: OpenLink,
+        openers: Mapping[Medium, OpenLink],
         own: Callable[[], Facts],
         is_self: Callable[[Address], bool],
         router: Router,
         cold: Place | None = None,
         clock: Callable[[], float] = time.monotonic,
-        open_flight: OpenFlight | None = None,
+        met_at: Callable[[Facts], LocalAddress | None] = local_address,
     ) -> None:
         self.directory = directory
         self.links: dict[Address, Link] = {}
-        self.flights: dict[Address, tuple[FlightAddress, DoubtfulLink]] = {}
-        """Second ways, by the address of the first one."""
+        self.further: dict[Address, dict[Medium, FurtherWay]] = {}
+        """By the address of the first one."""
         self.places: dict[Address, RoutedPlace] = {}
         self.cold = cold
         self._membership = Membership(source, directory, self._note_change)
-        self._open_link, self._open_flight = open_link, open_flight
+        self._openers = openers
+        self._met_at = met_at
         self._own = own
         self._is_self = is_self
         self._router = router
@@ -93,11 +104,11 @@ class Cluster:
         self._pings: dict[Address, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self.on_live: Callable[[], None] = _nothing
-        """Told when a member is live that was not."""
+        """Told when a member is live that was not, or drains: others own its segments now."""
         self.on_emptied: Callable[[str], None] = _nothing_of
         """Told the name of a place that may hold less than before: its node booted again, or left."""
-        self._without: dict[Address, float] = {}
-        self._flight_pings: set[DoubtfulLink] = set()
+        self._without: dict[Where, float] = {}
+        self._further_pings: set[Link] = set()
         self._knocking: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -141,6 +152,11 @@ class Cluster:
         """See Directory. Members that are not there now are told too, in vain."""
         return [*self.places.values(), *(() if self.cold is None else (self.cold,))]
 
+    def standing(self, segment: SegmentId) -> list[tuple[Member, Place | None, bool]]:
+        """Who owns a segment, whatever its state, and who else is asked for it; is it this node?"""
+        members = self.directory.standing(segment)
+        return [(one, self.places.get(one.address), self._is_us(one)) for one in members]
+
     def _places(self, members: Sequence[Member]) -> list[Place]:
         found = (self.places.get(member.address) for member in members if not self._is_us(member))
         return [place for place in found if place is not None]
@@ -176,10 +192,16 @@ class Cluster:
                 continue
             if link.is_answering and address not in self._pings:  # a lost one knocks by itself
                 self._pings[address] = asyncio.create_task(self._ping(address, link))
-            _, flight = self.flights.get(address, (None, None))
-            if flight is not None and flight.is_answering and flight not in self._flight_pings:
-                self._flight_pings.add(flight)
-                self._do(self._ping_flight(flight))
+            for further in self._further_links(address):
+                self._ask_further(further)
+
+    def _ask_further(self, link: Link) -> None:
+        if link.is_answering and link not in self._further_pings:  # a lost one knocks by itself
+            self._further_pings.add(link)
+            self._do(self._ping_further(link))
+
+    def _further_links(self, address: Address) -> list[Link]:
+        return [way.link for way in self.further.get(address, {}).values()]
 
     def _link(self, address: Address) -> Link | None:
         """The first link there; None: this node can make none, for want of pyarrow."""
@@ -191,24 +213,19 @@ class Cluster:
                 self._note_without(address, error)
         return link
 
-    def _is_without(self, address: Address) -> bool:
+    def _is_without(self, address: Where) -> bool:
         return self._without.get(address, -math.inf) > self._clock() - WITHOUT_S
 
-    def _note_without(self, address: Address, error: ConfigError) -> None:
+    def _note_without(self, address: Where, error: ConfigError) -> None:
         self._without = {one: since_s for one, since_s in self._without.items() if self._is_without(one)}
         self._without[address] = self._clock()
         _LOG.warning("%s is not used: %s", address, error)
 
     def _open(self, address: Address) -> Link:
-        link: Link
-        tell = partial(self._tell, address)
-        if not isinstance(address, FlightAddress):
-            medium, link = Medium.STREAM, self._open_link(address, tell)
-        elif self._open_flight is not None:
-            medium, link = Medium.FLIGHT, self._open_flight(address, tell)
-        else:
-            raise ConfigError(f"{address} is an address of Arrow Flight, which this node does not use")
-        self.links[address] = link
+        medium = Medium.FLIGHT if isinstance(address, FlightAddress) else Medium.STREAM
+        if medium not in self._openers:
+            raise ConfigError(f"{address} is an address of a kind that this node does not use ({medium})")
+        link = self.links[address] = self._openers[medium](address, partial(self._tell, address))
         self.places[address] = RoutedPlace(self._router, {medium: link})
         return link
 
@@ -226,58 +243,79 @@ class Cluster:
         if facts is not None:
             self._hear(address, facts)
             self._use_flight(address, facts.flight_port)
+            if not isinstance(address, FlightAddress):  # over Flight it is told to those too who would be refused
+                self._use(address, Medium.SHARED_MEMORY, self._met_at(facts))
             return
-        _, flight = self.flights.get(address, (None, None))
-        if flight is None or not flight.is_answering:
+        others = [link for link in self._further_links(address) if link.is_answering]
+        if not others:
             self._lose(address)
-        else:
-            flight.doubt()
-            self._do(self._look(address, flight))
+            return
+        for link in others:
+            link.doubt()
+        self._do(self._look(address, others))
 
-    def _tell_flight(self, address: Address, facts: Facts | None) -> None:
-        """What the second one hears."""
-        link = self.links.get(address)
+    def _tell_further(self, address: Address, medium: Medium, where: Where, facts: Facts | None) -> None:
+        """What another one hears: it is used once it was answered, and not while it is lost. Silence in shared memory
+        is that of a process, whatever way leads to it."""
+        way, place = self.further.get(address, {}).get(medium), self.places.get(address)
+        if way is None or place is None or way.where != where:  # it was given up meanwhile
+            return
         if facts is not None:
+            place.add_way(medium, way.link)
             self._hear(address, facts)
-        elif link is not None and not link.is_answering:
+            return
+        place.remove_way(medium)
+        first = self.links[address]
+        if not any(link.is_answering for link in (first, *self._further_links(address))):
             self._lose(address)
+        elif medium is Medium.SHARED_MEMORY:
+            first.doubt()
 
     def _use_flight(self, address: Address, port: int) -> None:
         """The node there says that it speaks Arrow Flight at this port of the same host; 0: not any more."""
-        known, flight = self.flights.get(address, (None, None))
-        there = FlightAddress(address.host, port) if port else None
-        is_off = self._open_flight is None or isinstance(address, FlightAddress)
-        is_off = is_off or (there is not None and self._is_without(there))
-        if self._open_flight is None or is_off or there == known or address not in self.places:
+        self._use(address, Medium.FLIGHT, FlightAddress(address.host, port) if port else None)
+
+    def _use(self, address: Address, medium: Medium, where: Where | None) -> None:
+        """There is a further way to the node there; None: not any more."""
+        place, ways = self.places.get(address), self.further.get(address, {})
+        known = ways.get(medium)
+        is_first = place is not None and known is None and medium in place.ways
+        is_off = medium not in self._openers or (where is not None and self._is_without(where))
+        if place is None or is_first or is_off or where == (None if known is None else known.where):
             return
-        if flight is not None:
-            del self.flights[address]
-            self.places[address].ways.pop(Medium.FLIGHT, None)
-            self._do(flight.close())
-        if there is not None:
+        if known is not None:
+            del ways[medium]
+            place.remove_way(medium)
+            place.unused.discard(known.link)
+            _close(known.link)
+        if where is not None:
             try:
-                link = self._open_flight(there, partial(self._tell_flight, address))
+                link = self._openers[medium](where, partial(self._tell_further, address, medium, where))
             except ConfigError as error:
-                self._note_without(there, error)
+                self._note_without(where, error)
                 return
-            self.flights[address] = there, link
-            self.places[address].add_way(Medium.FLIGHT, link)
+            self.further.setdefault(address, {})[medium] = FurtherWay(where, link)
+            place.unused.add(link)
+            self._ask_further(link)
 
-    async def _look(self, address: Address, flight: DoubtfulLink) -> None:
-        """Is who was lost over its stream still there?"""
-        try:
-            await flight.ping()
-        except KVServiceError as error:
-            _LOG.info("%s does not answer either: %s", flight.name, error)
-            self._lose(address)
+    async def _look(self, address: Address, links: Sequence[Link]) -> None:
+        """Is who was lost over the first way still there?"""
+        found = await asyncio.gather(*(link.ping() for link in links), return_exceptions=True)
+        for link, result in zip(links, found, strict=True):
+            if not isinstance(result, BaseException):
+                return
+            if not isinstance(result, KVServiceError):
+                raise result
+            _LOG.info("%s does not answer either: %s", link.name, result)
+        self._lose(address)
 
-    async def _ping_flight(self, flight: DoubtfulLink) -> None:
+    async def _ping_further(self, link: Link) -> None:
         try:
-            await flight.ping()
+            await link.ping()
         except KVServiceError as error:
-            _LOG.info("%s does not answer: %s", flight.name, error)
+            _LOG.info("%s does not answer: %s", link.name, error)
         finally:
-            self._flight_pings.discard(flight)
+            self._further_pings.discard(link)
 
     def _do(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -305,7 +343,7 @@ class Cluster:
             if not self._is_us(member):
                 self._link(member.address)
                 self._use_flight(member.address, member.flight_port)
-            if change.after is MemberState.LIVE:
+            if change.after in (MemberState.LIVE, MemberState.DRAINING):
                 self.on_live()
         elif all(one.address != member.address for one in self.directory.members):
             self._unlink(member)
@@ -313,11 +351,15 @@ class Cluster:
     def _unlink(self, member: Member) -> None:
         """Nobody else is known at its address."""
         self.links.pop(member.address, None)
-        self.flights.pop(member.address, None)
+        self.further.pop(member.address, None)
         place = self.places.pop(member.address, None)
         if place is not None:
-            task = asyncio.ensure_future(place.close())
-            task.add_done_callback(_ignore)
+            _close(place)
+
+
+def _close(one: Carrier) -> None:
+    """In the background; nobody uses it any more."""
+    asyncio.ensure_future(one.close()).add_done_callback(_ignore)
 
 
 def _nothing() -> None:

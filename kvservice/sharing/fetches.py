@@ -8,6 +8,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 from kvservice.allocation import Allocation
 from kvservice.caches import Cache, SaidRecord, Space
@@ -23,6 +24,9 @@ from kvservice.stats.counters import Counters
 from kvservice.storage.arrival import RecordArrival
 from kvservice.storage.remote.contract import RemoteRecord
 
+FETCHES_MAX = 256
+"""Records that are asked of one place at a time: more wait here, without a deadline of their own, for a place has
+limits too."""
 _LOG = logging.getLogger(__name__)
 
 
@@ -55,6 +59,7 @@ class Fetches:
         self._clock = clock
         self._on_whole = on_whole
         self._tasks: set[asyncio.Task[None]] = set()
+        self._turns = WeakKeyDictionary[Place, asyncio.Semaphore]()
 
     def begin(self, source: Source, offer: Offer, watch: Watch) -> bool:
         """Publish what a place offers, its master first, and begin to bring it. False: it is refused, or here already.
@@ -165,7 +170,8 @@ class Fetches:
             if start:
                 arrival.arrived(0, start)
             try:
-                await place.fetch(record, view, on_piece, start)
+                async with self._turns.setdefault(place, asyncio.Semaphore(FETCHES_MAX)):
+                    await place.fetch(record, view, on_piece, start)
             finally:
                 load.advance(arrival.layers)
             if load.layers < layers:

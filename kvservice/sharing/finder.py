@@ -1,21 +1,23 @@
 """Which segments of a lookup to ask other places for, and whom. Nothing is asked that is here already."""
 
 import asyncio
-import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from kvservice.caches import Space
 from kvservice.limits import NodeLimits
 from kvservice.lookup import Asked, affinity_of, find, marks_behind
-from kvservice.model.errors import KVServiceError, UnavailableError
+from kvservice.model.explanation import PlaceAnswer
 from kvservice.model.identity import Namespace
 from kvservice.model.plan import Match, MissReason
 from kvservice.model.segment import MARK_BYTES, SegmentId
 from kvservice.sessions import Session
+from kvservice.sharing.asking import Asking
 from kvservice.sharing.deletes import Watch
 from kvservice.sharing.fetches import Fetches, Source, let_go
+from kvservice.sharing.last_answers import LastAnswers
 from kvservice.sharing.place import Directory, Offer, Place, Question
 from kvservice.sharing.worth import Found, Step, worth_loading
 from kvservice.stats.counters import RemoteCounters
@@ -31,7 +33,13 @@ _ELSEWHERE = (
 ASK_AGAIN_S = 2.0
 """An approximation is held, and a better one is looked for elsewhere this often at most."""
 SETTLED_MAX = 65536
-_LOG = logging.getLogger(__name__)
+SLICE = 256
+"""Segments that are looked at before other calls get a turn, 5 to 10 us each."""
+BEGIN_SLICE = 64
+"""The same of those whose transfer begins, 0.1 ms each."""
+
+
+_Trail = tuple[Space, list[Step]]
 
 
 class _Offered(NamedTuple):
@@ -58,7 +66,10 @@ class Finder:
         self._directory = directory
         self._fetches = fetches
         self._counters = counters
-        self._candidates_max, self._slice = limits.candidates_max, limits.lookup_slice
+        self.answers = LastAnswers(clock)
+        """For people who ask why there was no hit."""
+        self._asking = Asking(counters, self.answers)
+        self._candidates_max, self._slice = limits.candidates_max, min(limits.lookup_slice, SLICE)
         self._clock = clock
         self._is_gated = is_gated
         self._settled: dict[tuple[SegmentId, bytes], float] = {}
@@ -72,18 +83,18 @@ class Finder:
         with self._fetches.deletes.watched() as watch:
             questions, trails = await self._questions(session, prompts)
             offers = await self._offers(questions, self._directory.sources)
-            worth: set[int] = set()
-            for space, steps in trails if self._is_gated else ():
-                worth |= worth_loading(steps, {index: one.found for index, one in offers.items()}, space)
-            return self._begin_all(offers, worth if self._is_gated else offers.keys(), watch)
+            return await self._begin_all(offers, trails if self._is_gated else None, watch)
 
     async def bring_questions(
         self, questions: Sequence[Question], sources: Callable[[SegmentId], Sequence[Place]]
     ) -> int:
         """The same, for what is known not to be here, and wanted in any case."""
         with self._fetches.deletes.watched() as watch:
-            offers = await self._offers(questions, sources)
-            return self._begin_all(offers, offers.keys(), watch)
+            return await self._begin_all(await self._offers(questions, sources), None, watch)
+
+    async def stop(self) -> None:
+        """End questions that nobody waits for any more."""
+        await self._asking.stop()
 
     async def _offers(
         self, questions: Sequence[Question], sources: Callable[[SegmentId], Sequence[Place]]
@@ -91,8 +102,7 @@ class Finder:
         """By question. ``sources``: whom to ask for a segment, in order."""
         tries: dict[int, list[Place]] = {}
         for index, one in enumerate(questions):
-            if index % self._slice == self._slice - 1:
-                await asyncio.sleep(0)
+            await self._let_others_in(index)
             tries[index] = list(sources(one.segment))
         self._counters.asked += sum(bool(places) for places in tries.values())
         offered: dict[int, _Offered] = {}
@@ -100,8 +110,7 @@ class Finder:
             while any(tries.values()):
                 await self._ask_next(questions, tries, offered)
         except BaseException:
-            for source, found in offered.values():
-                let_go(source.place, found.offer)
+            _let_go_all(offered.values())
             raise
         return offered
 
@@ -112,44 +121,57 @@ class Finder:
         by_place: dict[Place, list[int]] = {}
         for index, places in tries.items():
             if places:
-                by_place.setdefault(places[0], []).append(index)
-        asked = [self._ask(place, [questions[index] for index in some]) for place, some in by_place.items()]
-        for some, offers in zip(by_place.values(), await asyncio.gather(*asked), strict=True):
+                by_place.setdefault(places.pop(0), []).append(index)
+        asked = {place: [questions[index] for index in some] for place, some in by_place.items()}
+        for (place, some), offers in zip(by_place.items(), await self._asking.ask(asked), strict=True):
+            way, speed = place.way, place.speed
             for index, offer in zip(some, offers, strict=True):
-                place, *others = tries[index]
-                tries[index] = others if offer is None else []
                 if offer is not None:
-                    source = Source(questions[index], place, others)
-                    offered[index] = _Offered(source, Found(questions[index], offer, place.way, place.speed))
+                    source = Source(questions[index], place, tries[index])
+                    offered[index] = _Offered(source, Found(questions[index], offer, way, speed))
+                    tries[index] = []
 
-    def _begin_all(self, offers: "Mapping[int, _Offered]", worth: Collection[int], watch: Watch) -> int:
-        begun = 0
-        self._counters.found += len(offers)
-        self._counters.computed_sooner += len(offers) - len(worth)
-        for index, (source, found) in offers.items():
-            if index in worth and is_better(source.question, found.offer):
-                begun += self._fetches.begin(source, found.offer, watch)
-            else:
-                let_go(source.place, found.offer)
+    async def _begin_all(self, offers: "dict[int, _Offered]", trails: Sequence[_Trail] | None, watch: Watch) -> int:
+        """Begin what is worth it: all without ``trails``. Each offer is begun or let go of, whatever happens."""
+        begun, left, slice_ = 0, deque(offers.items()), min(self._slice, BEGIN_SLICE)
+        try:
+            worth = offers.keys() if trails is None else await self._worth(offers, trails)
+            self._counters.found += len(offers)
+            self._counters.computed_sooner += len(offers) - len(worth)
+            while left:
+                index, (source, found) = left.popleft()
+                if index in worth and is_better(source.question, found.offer):
+                    begun += self._fetches.begin(source, found.offer, watch)
+                else:
+                    let_go(source.place, found.offer)
+                if index not in worth:
+                    self.answers.note(source.place.name, [source.question.segment], PlaceAnswer.COMPUTED_SOONER)
+                if len(left) % slice_ == 0:
+                    await asyncio.sleep(0)
+        except BaseException:
+            _let_go_all(one for _, one in left)
+            raise
         return begun
 
-    async def _ask(self, place: Place, questions: Sequence[Question]) -> list[Offer | None]:
-        try:
-            return await place.find(questions)
-        except UnavailableError as error:
-            self._counters.unreachable += len(questions)
-            _LOG.warning("%d segments were not asked of %s: %s", len(questions), place.name, error)
-        except KVServiceError as error:
-            _LOG.warning("%s refused a question: %s", place.name, error)
-        return [None] * len(questions)
+    async def _worth(self, offers: "dict[int, _Offered]", trails: Sequence[_Trail]) -> set[int]:
+        found = {index: one.found for index, one in offers.items()}
+        worth: set[int] = set()
+        for space, steps in trails:
+            worth |= await worth_loading(steps, found, space, self._slice)
+        return worth
+
+    async def _let_others_in(self, count: int) -> None:
+        """``count``: what was done before, one by one."""
+        if count % self._slice == self._slice - 1:
+            await asyncio.sleep(0)
 
     async def _questions(
         self, session: Session, prompts: Iterable[wire.PromptQuery]
-    ) -> tuple[list[Question], list[tuple[Space, list[Step]]]]:
+    ) -> tuple[list[Question], list[_Trail]]:
         """What to ask, each once; and of every prompt its segments with what was asked for them."""
         questions: list[Question] = []
         known: dict[tuple[bytes, bytes, bytes], int] = {}
-        trails: list[tuple[Space, list[Step]]] = []
+        trails: list[_Trail] = []
         looked_at = 0
         for prompt in prompts:
             space, marks = session.spaces.get(Namespace(prompt.namespace)), b""
@@ -157,9 +179,8 @@ class Finder:
                 continue
             steps: list[Step] = []
             for asked in prompt.segments:
+                await self._let_others_in(looked_at)
                 looked_at += 1
-                if looked_at % self._slice == 0:
-                    await asyncio.sleep(0)
                 key = (prompt.namespace, asked.segment, marks)
                 question = None if key in known else self.question(space, SegmentId(asked.segment), asked, marks)
                 if question is not None:
@@ -199,3 +220,8 @@ def is_better(question: Question, offer: Offer) -> bool:
     if meta.position == asked.position and meta.key.context in asked.accepted_contexts:
         return True
     return asked.may_shift and affinity_of(b"".join(meta.preceding), question.marks) > question.affinity
+
+
+def _let_go_all(offered: Iterable[_Offered]) -> None:
+    for source, found in offered:
+        let_go(source.place, found.offer)

@@ -17,7 +17,7 @@ from kvservice.access.guard import Guard
 from kvservice.access.outgoing import Outgoing
 from kvservice.building import BuiltNode
 from kvservice.config import Settings, is_loopback
-from kvservice.model.errors import InvalidInputError, KVServiceError
+from kvservice.model.errors import ConfigError, InvalidInputError, KVServiceError
 from kvservice.model.identity import Namespace
 from kvservice.peers.directory import Directory, DirectoryLimits
 from kvservice.peers.etcd import EtcdRegistration
@@ -27,7 +27,8 @@ from kvservice.peers.flight_client import FlightLink
 from kvservice.peers.flight_server import FlightServer
 from kvservice.peers.flight_words import require_flight
 from kvservice.peers.host_node import NodeHost
-from kvservice.peers.member import FLIGHT, Address, Facts, FlightAddress, NodeId
+from kvservice.peers.locality import boot_id
+from kvservice.peers.member import FLIGHT, Address, Facts, FlightAddress, LocalAddress, NodeId, is_local_path
 from kvservice.peers.node_uuid import identity_on, open_state_folder, passing_identity
 from kvservice.peers.routes import Router
 from kvservice.peers.routes_log import Medium
@@ -35,12 +36,15 @@ from kvservice.peers.sources import member_source
 from kvservice.peers.streams_client import PeerLink
 from kvservice.peers.streams_client_dialler import Caller
 from kvservice.peers.streams_limits import LinkLimits
+from kvservice.peers.streams_local_channel import LOCAL_IDLE_S
+from kvservice.peers.streams_local_server import LocalServer
 from kvservice.peers.streams_server import StreamServer
 from kvservice.peers.weights import Ramp
 from kvservice.sharing.cluster import Alone, Cluster, OnChange
 from kvservice.sharing.cold import ColdPlace
 from kvservice.sharing.draining import Drain
 from kvservice.sharing.routed import RoutedPlace
+from kvservice.stats.others_document import others_document
 from kvservice.stats.sharing_document import NetworkDocument, network_document
 from kvservice.storage.disk import Disk
 from kvservice.storage.remote.contract import RemoteTier
@@ -71,6 +75,8 @@ class Network:
         self._began_s = time.monotonic()
         self._stack = AsyncExitStack()
         self._server: StreamServer | None = None
+        self._local_server: LocalServer | None = None
+        self._local_path = ""
         self._registration: EtcdRegistration | None = None
         self._name = settings.node_name or socket.gethostname()[:64]
         self._node_id = passing_identity(self._node.boot_epoch)
@@ -88,7 +94,16 @@ class Network:
         size = settings.host_bytes + (settings.ssd_bytes if settings.ssd_folder else 0)
         is_warm = self._node.ssd is not None and self._node.ssd.began_with_caches
         empty_s = WARM_S if is_warm else time.monotonic() - self._began_s
-        return Facts(self._node_id, self._name, float(size), self._is_draining, empty_s, self.flight_port)
+        return Facts(
+            self._node_id,
+            self._name,
+            float(size),
+            self._is_draining,
+            empty_s,
+            self.flight_port,
+            boot_id() if self._local_path else "",
+            self._local_path,
+        )
 
     async def open(self) -> None:
         """Open what the settings say. Raises ConfigError, DiskError; what was opened is closed again then."""
@@ -137,6 +152,27 @@ class Network:
         )
         self._stack.push_async_callback(asyncio.to_thread, server.stop)
         self.port = await asyncio.to_thread(server.start)
+        await self._open_local_server(host, server)
+
+    async def _open_local_server(self, host: NodeHost, server: StreamServer) -> None:
+        """Beside the peer port, of whose ways it is only one more: without it others come over that."""
+        path = self._settings.peers_socket_path.absolute()
+        local = LocalServer(
+            host,
+            path,
+            self._built.arena,
+            sessions=server.sessions,
+            authorize=self._guard.authorize,
+            is_current=self._guard.gate.is_current,
+        )
+        self._stack.push_async_callback(asyncio.to_thread, local.stop)
+        try:
+            await asyncio.to_thread(local.start)
+        except ConfigError as error:
+            _LOG.warning("nodes of this host share over TCP, not in shared memory: %s", error)
+            return
+        self._local_server = local
+        self._local_path = str(path) if is_local_path(str(path)) else ""
 
     async def _open_flight_server(self) -> None:
         settings, certificates = self._settings, self._guard.certificates
@@ -147,7 +183,7 @@ class Network:
             (settings.peer_address, settings.flight_port),
             sessions=None if self._server is None else self._server.sessions,
             authorize=self._guard.authorize,
-            tls=None if certificates is None else certificates.pem_files(),
+            tls=None if certificates is None else certificates.pem_files,
         )
         self._stack.push_async_callback(asyncio.to_thread, server.stop)
         self.flight_port = await asyncio.to_thread(server.start)
@@ -172,12 +208,11 @@ class Network:
         self.cluster = cluster = Cluster(
             source,
             directory,
-            self._link,
+            {Medium.STREAM: self._link, Medium.FLIGHT: self._flight_link, Medium.SHARED_MEMORY: self._local_link},
             self.facts,
             self._is_self,
             self.router,
             behind,
-            open_flight=self._flight_link,
         )
         self._node.share(cluster, settings.push, is_gated=settings.is_load_gated)
         assert self._node.sharing is not None
@@ -194,11 +229,21 @@ class Network:
         limits = LinkLimits(deadline_s=self._settings.peer_deadline_s)
         return PeerLink(address, caller, arena=self._built.arena, limits=limits, on_change=on_change)
 
+    def _local_link(self, address: LocalAddress, on_change: OnChange) -> PeerLink:
+        return PeerLink(
+            address,
+            Caller(self.facts, self._outgoing.token),
+            arena=self._built.arena,
+            identity_of=self._identity_of,
+            limits=LinkLimits(deadline_s=self._settings.peer_deadline_s, idle_s=LOCAL_IDLE_S),
+            on_change=on_change,
+        )
+
     def _flight_link(self, address: FlightAddress, on_change: OnChange) -> FlightLink:
         return FlightLink(
             address,
             Caller(self.facts, self._outgoing.token),
-            pem=self._outgoing.pem(),
+            pem=self._outgoing.pem,
             identity_of=self._identity_of,
             limits=LinkLimits(deadline_s=self._settings.peer_deadline_s),
             on_change=on_change,
@@ -261,15 +306,17 @@ class Network:
 
     def figures(self) -> NetworkDocument:
         """The same as numbers."""
-        cluster, server = self.cluster, self._server
+        cluster, servers = self.cluster, [one for one in (self._server, self._local_server) if one is not None]
         states = Counter() if cluster is None else Counter(one.state for one in cluster.directory.members)
         links = () if cluster is None else cluster.links.values()
+        storages = () if self._node.sharing is None else self._node.sharing.directory.storages()
         return network_document(
             dict(states),
             sum(not link.is_answering for link in links),
-            0 if server is None else server.connections,
-            0 if server is None else server.refused,
+            sum(one.connections for one in servers),
+            sum(one.refused for one in servers),
             self.router.log,
+            others_document(cluster, storages, self.router, self._node_id.uuid),
         )
 
     def document(self) -> dict[str, object]:

@@ -1,6 +1,7 @@
 """What is new here is given to the places where it belongs, in the background. What cannot be given stays here.
 
 noted --settled--> a lane for each place where it belongs --its turn--> given
+      |                                          `--refused--> stays --belongs elsewhere by now (wake)--> noted
       `--nowhere to give it to now--> homeless --somebody is there (wake)--> a lane for each place
 """
 
@@ -24,12 +25,15 @@ from kvservice.stats.counters import PushCounters
 from kvservice.storage.host_tier import HostTier
 
 QUEUE_MAX = 65536
+REFUSED_MAX = 16384
+"""Caches that are remembered as refused; of more the oldest stay here."""
 SETTLE_S = 0.2
 """A new cache waits so long: a dense one may be folded meanwhile, and its mirror goes instead."""
 ROUTES_MAX = 256
 """Caches whose owners are looked up before other calls are let in: 1.5 us a cache and member."""
 TICK_S = 0.25
 """How often lanes that wait are looked at."""
+_NOT_TAKEN = (Verdict.NOWHERE, Verdict.REFUSED, Verdict.UNREACHABLE, Verdict.FAILED)
 _LOG = logging.getLogger(__name__)
 
 
@@ -48,6 +52,7 @@ class Pushes:
     ) -> None:
         self._new: OrderedDict[Cache, tuple[float, bool]] = OrderedDict()  # when it is settled; is it but a copy?
         self._homeless: dict[Cache, None] = {}
+        self._refused: dict[Cache, Place] = {}  # by whom: full, or draining and not known to be yet
         self._lanes = Lanes()
         self._giving = Giving(catalog, tier, counters, clock, begin_load, self._delete_later)
         self._directory = directory
@@ -110,17 +115,22 @@ class Pushes:
 
     async def give_now(self, cache: Cache) -> Verdict:
         """Give one away, to all places where it belongs, whether or not it waits for its turn; what became of it where
-        it went worst."""
-        worst = Verdict.NOWHERE
-        for place in self._homes(cache):
+        it went worst. What none of them takes goes to storage, if there is any."""
+        worst, homes = Verdict.NOWHERE, self._homes(cache)
+        for place in homes:
             verdict = await self._give_ahead(cache, place)
             worst = verdict if worst in (Verdict.NOWHERE, Verdict.GIVEN) else worst
+        for place in self._directory.storages():
+            if worst in _NOT_TAKEN and place not in homes:
+                verdict = await self._give_ahead(cache, place)
+                worst = verdict if verdict is Verdict.GIVEN or worst is Verdict.NOWHERE else worst
         self._progress.set()
         return worst
 
     def withdraw(self, is_meant: Callable[[Cache], bool]) -> None:
         """Caches were deleted: those that wait are not given, those on their way are deleted where they went."""
-        for waiting in (self._new, self._homeless):
+        waits: tuple[dict[Cache, Any], ...] = (self._new, self._homeless, self._refused)
+        for waiting in waits:
             for cache in [one for one in waiting if is_meant(one)]:
                 del waiting[cache]
         self._lanes.withdraw([cache for cache in dict.fromkeys(self._lanes.caches()) if is_meant(cache)])
@@ -128,11 +138,13 @@ class Pushes:
         self._progress.set()
 
     def wake(self) -> None:
-        """Members have changed: who had no place may have one, who was lost may be there, or have lost what it had."""
+        """Members have changed: who had no place may have one, who was lost may be there, or have lost what it had, and
+        what one refused may belong to another one."""
         self._giving.forget()
         self._lanes.hurry()
         homeless, self._homeless = self._homeless, {}
-        for cache in homeless:
+        self._refused = {cache: place for cache, place in self._refused.items() if not cache.is_hidden}
+        for cache in (*homeless, *self._refused):
             self._new[cache] = -math.inf, False
             self._new.move_to_end(cache, last=False)
         self._has_work.set()
@@ -170,7 +182,11 @@ class Pushes:
     def _route(self, cache: Cache, *, is_copy: bool = False) -> None:
         """To the lanes of the places where it belongs now."""
         homes = self._homes(cache, is_copy=is_copy)
-        if not homes and not is_copy and not cache.is_hidden:
+        refused_by = None if is_copy else self._refused.pop(cache, None)
+        if refused_by is not None and refused_by in homes and not cache.is_hidden:
+            self._refused[cache] = refused_by
+            homes = [place for place in homes if place is not refused_by]
+        elif not homes and not is_copy and not cache.is_hidden:
             self._homeless[cache] = None
         for place in homes:
             self._lanes.add(Errand(place, cache.family.space, cache.key, cache, is_copy))
@@ -211,9 +227,20 @@ class Pushes:
                 await self._giving.delete(place, errand.space, errand.key)
             return place in self._directory.everywhere()
         if place in self._homes(cache, is_copy=errand.is_copy):
-            return await self._giving.give(cache, place) in (Verdict.GIVEN, Verdict.REFUSED)
+            verdict = await self._giving.give(cache, place)
+            if verdict is Verdict.REFUSED and not errand.is_copy:
+                self._note_refused(cache, place)
+            return verdict in (Verdict.GIVEN, Verdict.REFUSED)
         self._route(cache, is_copy=errand.is_copy)
         return False
+
+    def _note_refused(self, cache: Cache, place: Place) -> None:
+        """It stays here, unless it belongs somewhere else by now; or until then."""
+        if len(self._refused) >= REFUSED_MAX:
+            del self._refused[next(iter(self._refused))]
+        self._refused[cache] = place
+        if place not in self._homes(cache):
+            self._route(cache)
 
     def _delete_later(self, place: Place, space: Space, key: CacheKey) -> None:
         """It was deleted on its way to a place that is not reached."""
@@ -231,6 +258,8 @@ class Pushes:
         for place, verdict in zip(homes, results, strict=True):
             if verdict is Verdict.UNREACHABLE:
                 self._lanes.add_failed(Errand(place, cache.family.space, cache.key, cache), self._clock())
+            if verdict is Verdict.REFUSED:
+                self._note_refused(cache, place)
         if not homes:
             self._route(cache)
         self._has_work.set()

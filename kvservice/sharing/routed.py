@@ -13,6 +13,7 @@ from typing import TypeVar
 from kvservice.caches import Space
 from kvservice.model.errors import UnavailableError
 from kvservice.model.segment import CacheKey
+from kvservice.peers.pool import SilentError
 from kvservice.peers.routes import Router
 from kvservice.peers.routes_estimate import Speed
 from kvservice.peers.routes_log import Medium
@@ -27,12 +28,17 @@ T = TypeVar("T")
 
 
 class RoutedPlace:
-    """See Place. ``ways``: at least one; the first that answers also carries questions and what is given away."""
+    """See Place. ``ways``: at least one; the first that answers also carries questions, and what is given away if the
+    place does not read that in this node's memory."""
 
     def __init__(
         self, router: Router, ways: Mapping[Medium, Carrier], clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.ways = dict(ways)
+        self.unused: set[Carrier] = set()
+        """Ways that may be added, or were removed for now; they are closed with the place."""
+        self.given = self.given_bytes = 0
+        """Records that it took, and their bytes."""
         self._router = router
         self._clock = clock
         self._moved = _Moved()
@@ -49,6 +55,11 @@ class RoutedPlace:
     def way(self) -> str:
         """See Place."""
         return f"{self.name} {self._first}"
+
+    @property
+    def brought_bytes(self) -> int:
+        """Bytes that came from there, also of records that did not arrive whole."""
+        return self._moved.total
 
     @property
     def speed(self) -> Speed:
@@ -69,18 +80,21 @@ class RoutedPlace:
     async def fetch(self, record: RemoteRecord, target: Bytes, on_piece: OnPiece, start: int = 0) -> None:
         """See Place. A way that fails is left; another one goes on behind what is there without a gap.
 
-        Transfers that run together share the link: each is taken to have had it for its share of the bytes.
+        Transfers that run together share the link: each is taken to have had it for its share of the bytes. A node of
+        this host that is silent is frozen: no other way to it is waited for.
         """
-        media, known = list(self.ways), _Contiguous(on_piece, start, self._moved)
+        ways, known = dict(self.ways), _Contiguous(on_piece, start, self._moved)
+        media = list(ways)
         while True:
             began_s, count = self._clock(), record.record_bytes - known.end
             choice, before = self._router.choose(self.name, count, media), self._moved.total
             try:
-                await self.ways[choice.medium].fetch(record, target, known.note, known.end)
-            except UnavailableError:
+                await ways[choice.medium].fetch(record, target, known.note, known.end)
+            except UnavailableError as error:
                 self._router.failed(choice)
                 media.remove(choice.medium)
-                if not media:
+                is_frozen = choice.medium is Medium.SHARED_MEMORY and isinstance(error, SilentError)
+                if is_frozen or not media:
                     raise
             else:
                 if count:
@@ -96,15 +110,22 @@ class RoutedPlace:
 
     async def store(self, parcel: Parcel) -> bool:
         """See Place."""
-        return (await self._ask(lambda one: one.store(parcel)))[1]
+        media = sorted(self.ways, key=lambda medium: medium is not Medium.SHARED_MEMORY)
+        is_new = (await self._ask(lambda one: one.store(parcel), [self.ways[medium] for medium in media]))[1]
+        if is_new:
+            self.given += 1
+            self.given_bytes += len(parcel.view)
+        return is_new
 
     async def delete(self, space: Space, keys: Sequence[CacheKey] | None) -> int:
         """See Place."""
         return (await self._ask(lambda one: one.delete(space, keys)))[1]
 
-    async def _ask(self, question: Callable[[Carrier], Awaitable[T]]) -> tuple[Carrier, T]:
+    async def _ask(
+        self, question: Callable[[Carrier], Awaitable[T]], ways: Sequence[Carrier] = ()
+    ) -> tuple[Carrier, T]:
         """The answer of the first way that is there, in order."""
-        began_s, ways = self._clock(), list(self.ways.values())
+        began_s, ways = self._clock(), ways or list(self.ways.values())
         for way in ways[:-1]:
             try:
                 return way, await question(way)
@@ -116,11 +137,18 @@ class RoutedPlace:
     def add_way(self, medium: Medium, way: Carrier) -> None:
         """There is another way now, behind those that were there."""
         self.ways[medium] = way
+        self.unused.discard(way)
+
+    def remove_way(self, medium: Medium) -> None:
+        """It is not used any more; whoever uses it already goes on with it."""
+        way = self.ways.pop(medium, None)
+        if way is not None:
+            self.unused.add(way)
 
     async def close(self) -> None:
         """See Place."""
         self._router.forget(self.name)
-        for way in self.ways.values():
+        for way in (*self.ways.values(), *self.unused):
             await way.close()
 
 

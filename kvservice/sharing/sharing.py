@@ -62,6 +62,7 @@ class Sharing:
     async def stop(self) -> None:
         """End what is on its way, in both directions, and close every place."""
         await self.behind.stop()
+        await self.finder.stop()
         await self.fetches.stop()
         await self.pushes.stop()
         places = self.directory.everywhere()

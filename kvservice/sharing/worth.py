@@ -1,8 +1,9 @@
-"""Of what other places offered for a prompt: what is loaded sooner than the engine computes it. Pure.
+"""Of what other places offered for a prompt: what is loaded sooner than the engine computes it.
 
 The arithmetic is ``kvservice.peers.routes_loading``; this is how a prompt's segments are put to it.
 """
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -46,23 +47,29 @@ class Found(NamedTuple):
         return self.offer.record.record_bytes + (0 if master is None else master.record_bytes)
 
 
-def worth_loading(steps: Sequence[Step], found: Mapping[int, Found], space: Space) -> set[int]:
+async def worth_loading(steps: Sequence[Step], found: Mapping[int, Found], space: Space, slice_: int) -> set[int]:
     """Indexes of the questions of one prompt whose offers load sooner than they compute; all, if nobody said how fast
-    prefill is.
+    prefill is. Lets other calls in after every ``slice_`` segments.
     """
     token_s = 0.0 if space.token_s == PREFILL_TOKEN_S else space.token_s
-    end = 0
-    while end < len(steps) and _is_chained(steps[end], found):
-        end += 1
-    chain, rest = steps[:end], [step for step in steps[end:] if step.question in found]
-    is_loaded = [
-        *load_chain([_part(step, found) for step in chain], token_s).is_loaded,
-        *load_each([_part(step, found) for step in rest], token_s).is_loaded,
-    ]
-    pairs = zip([*chain, *rest], is_loaded, strict=True)
-    return {
-        step.question for step, is_worth in pairs if is_worth and step.question in found and step.question is not None
-    }
+    chain: list[Part] = []
+    rest: list[Part] = []
+    chained: list[int | None] = []
+    others: list[int | None] = []
+    is_chain = True
+    for count, step in enumerate(steps):
+        is_chain = is_chain and _is_chained(step, found)
+        if is_chain:
+            chain.append(_part(step, found))
+            chained.append(step.question)
+        elif step.question in found:
+            rest.append(_part(step, found))
+            others.append(step.question)
+        if count % slice_ == slice_ - 1:
+            await asyncio.sleep(0)
+    is_loaded = [*load_chain(chain, token_s).is_loaded, *load_each(rest, token_s).is_loaded]
+    pairs = zip([*chained, *others], is_loaded, strict=True)
+    return {question for question, is_worth in pairs if is_worth and question is not None and question in found}
 
 
 def _is_chained(step: Step, found: Mapping[int, Found]) -> bool:

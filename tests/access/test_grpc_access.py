@@ -73,6 +73,25 @@ def test_an_engines_client_takes_the_same_options(world: Guarded) -> None:
         Client.connect(world.grpc, ACME, tls_ca=ca)
 
 
+def test_explain_asks_a_node_with_a_token(world: Guarded, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from kvservice.__main__ import main
+
+    for name, text in (("identity", ACME.canonical_json()), ("tokens", "1 2 3"), ("token", TOKENS["acme"])):
+        (tmp_path / name).write_text(text)
+    question = ["explain", "--identity", str(tmp_path / "identity"), "--tokens", str(tmp_path / "tokens")]
+    node = [*question, "--node", world.grpc, "--ca", str(world.authority.cert)]
+    assert main([*node, "--token", f"file:{tmp_path / 'token'}", "--chunk-tokens", "2"]) == 1
+    assert "0 of 3 tokens" in capsys.readouterr().out
+    assert main(node) == 1
+    assert "UNAUTHENTICATED" in capsys.readouterr().err.upper()
+    for wrong, why in (
+        ([*question, "--token", f"file:{tmp_path / 'token'}"], "for --node"),
+        ([*node, "--token", TOKENS["acme"]], "file:PATH"),
+    ):
+        assert main(wrong) == 2
+        assert why in capsys.readouterr().err
+
+
 def test_every_call_works_over_the_network_itself(world: Guarded) -> None:
     """The session's own calls take the data socket; these do not."""
     with world.session() as session:

@@ -1,7 +1,7 @@
 """A node whose Flight port is open beside its peer port, and links to it."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -41,12 +41,18 @@ class FlightOwner(Owner):
 
 
 @asynccontextmanager
-async def flight_node(*, changes: dict[str, Any] | None = None, **flight_changes: Any) -> AsyncIterator[FlightOwner]:
+async def flight_node(
+    *,
+    changes: dict[str, Any] | None = None,
+    tls: PemFiles | Callable[[], PemFiles] | None = None,
+    **flight_changes: Any,
+) -> AsyncIterator[FlightOwner]:
     """See owner_node; ``changes`` are of that, the others of the Flight port."""
+    shown = tls if tls is None or callable(tls) else lambda: tls
     async with owner_node(**(changes or {})) as plain:
         owner = FlightOwner.__new__(FlightOwner)
         owner.__dict__.update(plain.__dict__)
-        values: dict[str, Any] = {"limits": BRISK, "sessions": plain.server.sessions} | flight_changes
+        values: dict[str, Any] = {"limits": BRISK, "sessions": plain.server.sessions, "tls": shown} | flight_changes
         owner.flight = FlightServer(plain.server._host, (LOCALHOST, 0), **values)
         owner.flight_address = FlightAddress(LOCALHOST, owner.flight.start())
         try:
@@ -62,10 +68,11 @@ async def flight_to(
     *,
     limits: LinkLimits = PATIENT,
     caller: Caller | None = None,
-    pem: PemFiles | None = None,
+    pem: PemFiles | Callable[[], PemFiles] | None = None,
     **changes: Any,
 ) -> AsyncIterator[FlightLink]:
-    link = FlightLink(FlightAddress(*address), caller or make_caller(), pem=pem, limits=limits, **changes)
+    shown = pem if callable(pem) else lambda: pem
+    link = FlightLink(FlightAddress(*address), caller or make_caller(), pem=shown, limits=limits, **changes)
     try:
         yield link
     finally:

@@ -19,7 +19,7 @@ from kvservice.model.geometry import attention_geometry
 from kvservice.model.identity import Identity
 from kvservice.peers.host import Authorize, Query
 from kvservice.peers.host_node import NodeHost
-from kvservice.peers.member import Address, Facts, NodeId
+from kvservice.peers.member import Address, Facts, LocalAddress, NodeId
 from kvservice.peers.streams_client import PeerLink
 from kvservice.peers.streams_client_calls import PeerFinding, PeerRecord
 from kvservice.peers.streams_client_dialler import Caller
@@ -126,7 +126,7 @@ async def owner_node(
 
 @asynccontextmanager
 async def link_to(
-    address: Address, *, limits: LinkLimits = PATIENT, caller: Caller | None = None, **changes: Any
+    address: Address | LocalAddress, *, limits: LinkLimits = PATIENT, caller: Caller | None = None, **changes: Any
 ) -> AsyncIterator[PeerLink]:
     link = PeerLink(address, caller or make_caller(), limits=limits, **changes)
     try:

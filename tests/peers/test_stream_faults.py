@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -445,3 +446,20 @@ async def test_descriptors_and_threads_come_back() -> None:
         await once()
     assert threading.active_count() <= threads + 8, "but for the executor's of asyncio"
     assert open_descriptors() <= descriptors + 2
+
+
+async def test_connections_for_records_end_when_idle_whatever_is_asked_on_others() -> None:
+    """Else a node that is pinged keeps them for good, and on this host the memory of a node that died with them."""
+    async with owner_node() as owner, link_to(owner.address, limits=replace(PATIENT, idle_s=0.3)) as link:
+        meta = await owner.store("one")
+        await fetch_verified(link, await find_record(link, owner, meta))
+        assert owner.server.connections == 2
+        for _ in range(100):
+            await link.ping()
+            if owner.server.connections == 1:
+                break
+            await asyncio.sleep(0.05)
+        assert owner.server.connections == 1
+        assert np.array_equal(await fetch_verified(link, await find_record(link, owner, meta)), owner.bytes_of(meta)), (
+            "and are opened again"
+        )

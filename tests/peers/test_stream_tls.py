@@ -2,6 +2,7 @@
 
 import ssl
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from tests.peers.stream_world import (
     give_new,
     link_to,
     make_caller,
+    make_facts,
     owner_node,
     settled,
 )
@@ -115,3 +117,18 @@ async def test_a_caller_without_tls_is_not_understood(
         with pytest.raises(UnavailableError):
             await link.ping()
         await settled(lambda: "broke" in caplog.text)
+
+
+@pytest.mark.parametrize("token", ["", "shown"])
+async def test_who_shows_nothing_but_a_certificate_is_not_told_of_a_socket_without_certificates(
+    token: str, authority: Authority, server_tls: Callable[..., ssl.SSLContext]
+) -> None:
+    facts = replace(make_facts("owner"), boot_id="b", local_path="/run/kv.sock.peers")
+    caller = make_caller(tls=client_tls(authority.cert, authority.issue("node-b")), token=token)
+    async with (
+        owner_node(tls=server_tls(), authorize=by_certificate, facts=facts) as owner,
+        link_to(owner.address, caller=caller) as link,
+    ):
+        await link.ping()
+        assert link.facts is not None
+        assert bool(link.facts.local_path) is bool(token)

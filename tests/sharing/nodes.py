@@ -6,13 +6,16 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import pytest
 import torch
 
 from kvservice.app import LocalNode
 from kvservice.client import Client, RoundPrompt
 from kvservice.model.cache import Tier
+from kvservice.model.errors import ConfigError
 from kvservice.model.geometry import attention_geometry
 from kvservice.peers.member import MemberState
+from kvservice.peers.streams_local_server import LocalServer
 from tests.client.builders import Engine, free_port, make_identity, make_prompt, make_settings
 
 IDENTITY = make_identity(attention_geometry(layers=6, heads=2, head_size=32, dtype="bfloat16"))
@@ -49,6 +52,15 @@ def sidecar(folder: Path, *ports: int, **changes: object) -> Iterator[LocalNode]
         if ports:
             until(lambda: bool(live(node)), "a shared node that answers")
         yield node
+
+
+def without_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes open no socket for others of this host."""
+
+    def refuse(_: LocalServer) -> int:
+        raise ConfigError("not in this test")
+
+    monkeypatch.setattr(LocalServer, "start", refuse)
 
 
 def addresses(*ports: int) -> str:

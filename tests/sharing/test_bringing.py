@@ -17,6 +17,7 @@ from kvservice.model.plan import Outcome
 from kvservice.model.segment import SegmentId
 from kvservice.peers.directory import Directory, DirectoryLimits
 from kvservice.peers.member import Address, Facts, Listing, NodeId, Roll
+from kvservice.sharing import fetches
 from kvservice.sharing.cold import ColdPlace
 from kvservice.sharing.fetches import fault_of
 from kvservice.sharing.place import Offer, Place, Question
@@ -316,6 +317,25 @@ async def test_a_long_lookup_lets_others_in_before_places_are_asked() -> None:
         turns.cancel()
         assert shelf.turns_before >= 18, "ten turns while questions are made, ten while places are ranked"
         assert world.node.counters.remote.asked == 40
+
+
+async def test_no_more_are_asked_of_a_place_at_a_time_than_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetches, "FETCHES_MAX", 3)
+    shelf, metas = Shelf(), [make_meta(IDENTITY, index) for index in range(10)]
+    async with SharingWorld(shelf) as world:
+        for meta in metas:
+            await world.client().store(meta, PLANES)
+        await world.pushed()
+    shelf.fault = None
+    async with SharingWorld(shelf) as world:
+        shelf.gate.clear()
+        await world.client().lookup(*map(query, metas))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert len(shelf.fetched) == 3
+        shelf.gate.set()
+        await world.arrived()
+        assert len(shelf.fetched) == world.node.counters.remote.done == 10
 
 
 async def test_only_segments_that_somebody_was_asked_for_are_counted_as_asked() -> None:

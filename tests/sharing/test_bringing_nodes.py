@@ -70,10 +70,10 @@ class Caller:
         self.node = node
         hello = wire.Hello(client_name="test", wants_write=True, identities=[SMALL.canonical_json()])
         welcome = node.open_session(hello)
-        self._session = wire.SessionRef(session_id=welcome.session_id, boot_epoch=welcome.boot_epoch)
+        self.session = wire.SessionRef(session_id=welcome.session_id, boot_epoch=welcome.boot_epoch)
 
     def call(self, name: str, request: Any) -> Any:
-        request.session.CopyFrom(self._session)
+        request.session.CopyFrom(self.session)
         return self.node.call(name, request)
 
     def store(self, meta: CacheMeta, planes: Planes, runs: Any = None) -> MasterReference:

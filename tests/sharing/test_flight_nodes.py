@@ -1,5 +1,8 @@
 """Real nodes with a Flight port: a second way to their records, and the only one where streams do not get through."""
 
+import socket
+import ssl
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -7,8 +10,15 @@ import pytest
 from kvservice.app import LocalNode
 from kvservice.model.cache import Tier
 from kvservice.peers.routes_log import Medium
+from tests.access.certificates import Authority
 from tests.client.builders import assert_equal_bits, free_port
-from tests.sharing.nodes import live, prompt_of, shared_node, sidecar, until, worker
+from tests.sharing.nodes import live, prompt_of, shared_node, sidecar, until, without_shared_memory, worker
+from tests.sharing.test_secured import guarded
+
+
+@pytest.fixture(autouse=True)
+def _over_networks(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_shared_memory(monkeypatch)
 
 
 def flight_records(node: LocalNode) -> int:
@@ -21,7 +31,7 @@ def flight_records(node: LocalNode) -> int:
 def knows_flight(node: LocalNode) -> bool:
     cluster = node.peers.cluster
     assert cluster is not None
-    return bool(cluster.flights)
+    return any(Medium.FLIGHT in place.ways for place in cluster.places.values())
 
 
 def test_a_node_says_its_flight_port_and_flight_goes_on_when_streams_do_not(tmp_path: Path) -> None:
@@ -94,3 +104,29 @@ def test_a_node_that_goes_is_lost_over_both_ways_and_found_again(tmp_path: Path)
         assert reader.restore(prompt_of(3)) is None
         with shared_node(tmp_path / "shared", port, flight_port=flight_port):
             until(lambda: bool(live(node)), "the return")
+
+
+def test_a_nodes_flight_port_shows_its_new_certificate(tmp_path: Path) -> None:
+    authority, port, flight_port = Authority(tmp_path / "ca"), free_port(), free_port()
+    pair, new = authority.issue("shared"), authority.issue("shared", file="new")
+    with guarded(tmp_path / "shared", port, authority, '"*"', flight_port=flight_port) as node:
+        old = pair.cert.read_text()
+        assert shown_at(flight_port) == old
+        for ours, theirs in ((pair.key, new.key), (pair.cert, new.cert)):
+            ours.write_bytes(theirs.read_bytes())
+        node.on_loop(lambda _: node.peers._guard.look())  # as a service does every second
+        until(lambda: shown_at(flight_port) == new.cert.read_text() != old, "the new certificate")
+
+
+def shown_at(port: int) -> str:
+    """The certificate there; empty while the port is opened anew."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    with (
+        suppress(OSError),
+        socket.create_connection(("127.0.0.1", port), timeout=10.0) as plain,
+        context.wrap_socket(plain) as secured,
+    ):
+        return ssl.DER_cert_to_PEM_cert(secured.getpeercert(binary_form=True) or b"")
+    return ""

@@ -133,8 +133,7 @@ def test_the_command_line_tells_who_is_there_and_drains(tmp_path: Path) -> None:
     ):
         until(lambda: len(live(node)) == 2, "two live nodes")
         rows = stored(writer, 7)
-        told = command("members", tmp_path / "one")
-        assert told.count("live") == 2
+        until(lambda: command("members", tmp_path / "one").count("live") == 2, "both, as the first one sees them")
         assert "not given yet: 0" in command("drain", tmp_path / "one")
         until(lambda: "draining" in command("members", tmp_path / "two"), "the word that it drains")
         with sidecar(tmp_path / "b", second) as other, worker(other) as reader:

@@ -1,7 +1,10 @@
 """A place with two ways: who is asked when the first one is lost."""
 
 from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
+from typing import cast
 
+import numpy as np
 import pytest
 
 from kvservice.caches import Space
@@ -13,6 +16,8 @@ from kvservice.sharing.place import Offer, Parcel, Question
 from kvservice.sharing.routed import AT_ONCE_S, RoutedPlace
 from kvservice.storage.buffer import Bytes
 from kvservice.storage.remote.contract import OnPiece, RemoteRecord
+
+PARCEL = cast("Parcel", SimpleNamespace(view=np.zeros(10, np.uint8)))
 
 
 class Way:
@@ -69,7 +74,7 @@ async def test_a_way_that_is_known_to_be_lost_is_followed_by_another() -> None:
     place, first, second = routed(UnavailableError("left alone"), 0.0)
     await place.find([])
     assert await place.delete(None, None) == 1  # type: ignore[arg-type]
-    assert await place.store(None)  # type: ignore[arg-type]
+    assert await place.store(PARCEL)
     assert (first.asked, second.asked) == (3, 3)
 
 
@@ -84,5 +89,5 @@ async def test_after_a_whole_deadline_nobody_else_is_asked() -> None:
 async def test_what_the_place_says_is_said_once() -> None:
     place, _, second = routed(CapacityError("full"), 0.0)
     with pytest.raises(CapacityError):
-        await place.store(None)  # type: ignore[arg-type]
+        await place.store(PARCEL)
     assert second.asked == 0

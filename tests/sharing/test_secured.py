@@ -18,14 +18,13 @@ TENANT = IDENTITY.tenant
 
 
 @contextmanager
-def guarded(folder: Path, port: int, authority: Authority, tenants: str) -> Iterator[LocalNode]:
+def guarded(folder: Path, port: int, authority: Authority, tenants: str, **changes: object) -> Iterator[LocalNode]:
     """A shared node with a certificate, which lets a node with a token in, for some tenants."""
     pair = authority.issue("shared")
     folder.mkdir()
     access = write(folder / "access.toml", section("node", tenants, role="node", token="let me in"))
-    settings = make_settings(
-        folder, peer_port=port, tls_cert=str(pair.cert), tls_key=str(pair.key), access_file=str(access), **PATIENT
-    )
+    values = PATIENT | {"tls_cert": str(pair.cert), "tls_key": str(pair.key), "access_file": str(access)} | changes
+    settings = make_settings(folder, peer_port=port, **values)
     with LocalNode(settings) as node:
         yield node
 

@@ -433,12 +433,14 @@ class VerifyReply(_message.Message):
     def __init__(self, outcomes: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ExplainRequest(_message.Message):
-    __slots__ = ("session", "prompts")
+    __slots__ = ("session", "prompts", "asks_others")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     PROMPTS_FIELD_NUMBER: _ClassVar[int]
+    ASKS_OTHERS_FIELD_NUMBER: _ClassVar[int]
     session: SessionRef
     prompts: _containers.RepeatedCompositeFieldContainer[PromptQuery]
-    def __init__(self, session: _Optional[_Union[SessionRef, _Mapping]] = ..., prompts: _Optional[_Iterable[_Union[PromptQuery, _Mapping]]] = ...) -> None: ...
+    asks_others: bool
+    def __init__(self, session: _Optional[_Union[SessionRef, _Mapping]] = ..., prompts: _Optional[_Iterable[_Union[PromptQuery, _Mapping]]] = ..., asks_others: bool = ...) -> None: ...
 
 class ExplainReply(_message.Message):
     __slots__ = ("prompts", "namespaces", "remembered_s", "has_ssd")
@@ -489,7 +491,7 @@ class KnownIdentity(_message.Message):
     def __init__(self, identity: _Optional[str] = ..., segments: _Optional[int] = ...) -> None: ...
 
 class SegmentExplanation(_message.Message):
-    __slots__ = ("reason", "match", "found", "age_s", "detail", "is_of_other_context", "contexts", "nearest", "held_tokens")
+    __slots__ = ("reason", "match", "found", "age_s", "detail", "is_of_other_context", "contexts", "nearest", "held_tokens", "places")
     REASON_FIELD_NUMBER: _ClassVar[int]
     MATCH_FIELD_NUMBER: _ClassVar[int]
     FOUND_FIELD_NUMBER: _ClassVar[int]
@@ -499,6 +501,7 @@ class SegmentExplanation(_message.Message):
     CONTEXTS_FIELD_NUMBER: _ClassVar[int]
     NEAREST_FIELD_NUMBER: _ClassVar[int]
     HELD_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PLACES_FIELD_NUMBER: _ClassVar[int]
     reason: int
     match: int
     found: HeldCache
@@ -508,7 +511,22 @@ class SegmentExplanation(_message.Message):
     contexts: int
     nearest: _containers.RepeatedCompositeFieldContainer[HeldCache]
     held_tokens: int
-    def __init__(self, reason: _Optional[int] = ..., match: _Optional[int] = ..., found: _Optional[_Union[HeldCache, _Mapping]] = ..., age_s: _Optional[float] = ..., detail: _Optional[str] = ..., is_of_other_context: bool = ..., contexts: _Optional[int] = ..., nearest: _Optional[_Iterable[_Union[HeldCache, _Mapping]]] = ..., held_tokens: _Optional[int] = ...) -> None: ...
+    places: _containers.RepeatedCompositeFieldContainer[PlaceExplanation]
+    def __init__(self, reason: _Optional[int] = ..., match: _Optional[int] = ..., found: _Optional[_Union[HeldCache, _Mapping]] = ..., age_s: _Optional[float] = ..., detail: _Optional[str] = ..., is_of_other_context: bool = ..., contexts: _Optional[int] = ..., nearest: _Optional[_Iterable[_Union[HeldCache, _Mapping]]] = ..., held_tokens: _Optional[int] = ..., places: _Optional[_Iterable[_Union[PlaceExplanation, _Mapping]]] = ...) -> None: ...
+
+class PlaceExplanation(_message.Message):
+    __slots__ = ("name", "state", "is_answering", "answer", "age_s")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    IS_ANSWERING_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    state: str
+    is_answering: bool
+    answer: int
+    age_s: float
+    def __init__(self, name: _Optional[str] = ..., state: _Optional[str] = ..., is_answering: bool = ..., answer: _Optional[int] = ..., age_s: _Optional[float] = ...) -> None: ...
 
 class HeldCache(_message.Message):
     __slots__ = ("context", "position", "provenance", "kind", "tiers", "is_arriving", "preceding", "affinity")

@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class PeerFacts(_message.Message):
-    __slots__ = ("uuid", "epoch", "name", "weight", "is_draining", "empty_s", "flight_port")
+    __slots__ = ("uuid", "epoch", "name", "weight", "is_draining", "empty_s", "flight_port", "boot_id", "local_path")
     UUID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
@@ -16,6 +16,8 @@ class PeerFacts(_message.Message):
     IS_DRAINING_FIELD_NUMBER: _ClassVar[int]
     EMPTY_S_FIELD_NUMBER: _ClassVar[int]
     FLIGHT_PORT_FIELD_NUMBER: _ClassVar[int]
+    BOOT_ID_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_PATH_FIELD_NUMBER: _ClassVar[int]
     uuid: bytes
     epoch: int
     name: str
@@ -23,7 +25,9 @@ class PeerFacts(_message.Message):
     is_draining: bool
     empty_s: float
     flight_port: int
-    def __init__(self, uuid: _Optional[bytes] = ..., epoch: _Optional[int] = ..., name: _Optional[str] = ..., weight: _Optional[float] = ..., is_draining: bool = ..., empty_s: _Optional[float] = ..., flight_port: _Optional[int] = ...) -> None: ...
+    boot_id: str
+    local_path: str
+    def __init__(self, uuid: _Optional[bytes] = ..., epoch: _Optional[int] = ..., name: _Optional[str] = ..., weight: _Optional[float] = ..., is_draining: bool = ..., empty_s: _Optional[float] = ..., flight_port: _Optional[int] = ..., boot_id: _Optional[str] = ..., local_path: _Optional[str] = ...) -> None: ...
 
 class PeerHello(_message.Message):
     __slots__ = ("facts", "token", "session", "version")
@@ -60,6 +64,20 @@ class PeerLimits(_message.Message):
     fetch_bytes_max: int
     fetches_max: int
     def __init__(self, find_queries_max: _Optional[int] = ..., record_bytes_max: _Optional[int] = ..., fetch_bytes_max: _Optional[int] = ..., fetches_max: _Optional[int] = ...) -> None: ...
+
+class PeerArena(_message.Message):
+    __slots__ = ("bytes",)
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    bytes: int
+    def __init__(self, bytes: _Optional[int] = ...) -> None: ...
+
+class PeerLent(_message.Message):
+    __slots__ = ("offset", "bytes")
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    offset: int
+    bytes: int
+    def __init__(self, offset: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
 
 class PeerError(_message.Message):
     __slots__ = ("code", "message")
@@ -134,20 +152,30 @@ class PeerHead(_message.Message):
     def __init__(self, head: _Optional[bytes] = ..., prefill_s: _Optional[float] = ...) -> None: ...
 
 class PeerFetch(_message.Message):
-    __slots__ = ("identities", "namespace", "key", "generation", "lease_id", "start")
+    __slots__ = ("identities", "namespace", "key", "generation", "lease_id", "start", "leased")
     IDENTITIES_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
+    LEASED_FIELD_NUMBER: _ClassVar[int]
     identities: _containers.RepeatedScalarFieldContainer[str]
     namespace: bytes
     key: _cache_pb2.CacheKey
     generation: int
     lease_id: int
     start: int
-    def __init__(self, identities: _Optional[_Iterable[str]] = ..., namespace: _Optional[bytes] = ..., key: _Optional[_Union[_cache_pb2.CacheKey, _Mapping]] = ..., generation: _Optional[int] = ..., lease_id: _Optional[int] = ..., start: _Optional[int] = ...) -> None: ...
+    leased: PeerLeased
+    def __init__(self, identities: _Optional[_Iterable[str]] = ..., namespace: _Optional[bytes] = ..., key: _Optional[_Union[_cache_pb2.CacheKey, _Mapping]] = ..., generation: _Optional[int] = ..., lease_id: _Optional[int] = ..., start: _Optional[int] = ..., leased: _Optional[_Union[PeerLeased, _Mapping]] = ...) -> None: ...
+
+class PeerLeased(_message.Message):
+    __slots__ = ("session", "lease_id")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    session: bytes
+    lease_id: int
+    def __init__(self, session: _Optional[bytes] = ..., lease_id: _Optional[int] = ...) -> None: ...
 
 class PeerStore(_message.Message):
     __slots__ = ("identities", "namespace", "key", "record_bytes", "master_context", "master_generation", "prefill_s")

@@ -1,0 +1,136 @@
+"""One connection between nodes of one host: frames over a unix socket, payload out of the other side's arena.
+
+Each side has a read-only descriptor of the other's arena. Where the other end would send bytes of it, it says where
+they lie, and they are copied from there, into memory of one's own. Nobody writes to another node's arena, and what is
+mapped is a sealed file that keeps its size, so that no access can fault. What a frame says is hostile until checked.
+"""
+
+import os
+import socket
+import struct
+
+import numpy as np
+
+from kvservice.model.errors import InvalidInputError
+from kvservice.peers.frames import DATA_BYTES_MAX, HEADER, FrameError, Header, Kind, pack_header, parse_header
+from kvservice.peers.streams_channel import Channel, ClosedError, Source
+from kvservice.storage.arena import Arena, AttachedArenas
+from kvservice.storage.buffer import Bytes
+from kvservice.wire.v1 import peer_pb2 as wire
+
+SEND_BUFFER_BYTES = 8 << 10
+"""Of who answers, room for some six frames: who lends waits for who reads, as it would with bytes, and silence is seen.
+
+Not of who asks: it must never wait for room, since it reads no answers meanwhile, and who answers would wait for that.
+"""
+ASK_BUFFER_BYTES = 256 << 10
+"""Room for all questions that may be under way, and an identity: the kernel counts 3-5 KiB for each."""
+LOCAL_IDLE_S = 2.5
+"""A connection without calls is closed sooner than one of TCP: it keeps the memory of a node that has ended. A little
+more than between two pings."""
+DESCRIPTORS_MAX = 8
+"""In one frame; the kernel drops more, and all but one are closed again."""
+_NOWHERE = -1
+_DESCRIPTOR = struct.Struct("i")
+_NOTHING: Bytes = np.empty(0, np.uint8)
+
+
+class LocalChannel(Channel):
+    """See Channel. ``arena``: this side's. ``attached``: those of others, which their connections share.
+
+    ``buffer_bytes``: of the socket, for what is sent.
+    """
+
+    def __init__(
+        self, sock: socket.socket, arena: Arena, attached: AttachedArenas, buffer_bytes: int = SEND_BUFFER_BYTES
+    ) -> None:
+        super().__init__(sock, sends_files=False)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
+        self.sock = sock
+        self._arena = arena
+        self._own = arena.descriptor()
+        self._attached = attached
+        self._peer = _NOTHING
+        self._at = _NOWHERE
+
+    # Greeting
+
+    def send_arena(self) -> None:
+        """Let the other side read what lies here."""
+        data = wire.PeerArena(bytes=self._arena.bytes).SerializeToString()
+        descriptor = self._arena.read_only_descriptor()
+        try:
+            socket.send_fds(self.sock, [pack_header(Kind.ARENA, 0, len(data)) + data], [descriptor])
+        finally:
+            os.close(descriptor)
+
+    def receive_arena(self) -> None:
+        """Take the other side's. Raises FrameError for what is none."""
+        assert not len(self._peer), "one arena a connection"
+        found = list[int]()
+        try:
+            header = self._receive_described(found)
+            if header.kind is not Kind.ARENA or len(found) != 1:
+                raise FrameError(f"a {header.kind.name} frame with {len(found)} descriptors where an arena should be")
+            said = self.receive_message(header, wire.PeerArena())
+            try:
+                self._peer = self._attached.attach(found[0], said.bytes)
+            except InvalidInputError as error:
+                raise FrameError(f"what came is no arena: {error}") from error
+        finally:
+            for descriptor in found:
+                os.close(descriptor)
+
+    def _receive_described(self, found: list[int]) -> Header:
+        """A header; the descriptors that come with it go to ``found``, and are the caller's to close."""
+        data, room = b"", socket.CMSG_SPACE(DESCRIPTORS_MAX * _DESCRIPTOR.size)
+        while len(data) < HEADER.size:
+            part, ancillary, _, _ = self.sock.recvmsg(HEADER.size - len(data), room, socket.MSG_CMSG_CLOEXEC)
+            for level, kind, raw in ancillary:
+                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                    whole = len(raw) // _DESCRIPTOR.size * _DESCRIPTOR.size
+                    found += [one for (one,) in _DESCRIPTOR.iter_unpack(raw[:whole])]
+            if not part:
+                raise ClosedError("the other side closed the connection")
+            data += part
+        return parse_header(data)
+
+    # Frames
+
+    def send_data(self, request: int, source: Source, start: int, end: int) -> None:
+        """See Channel. What lies in the arena is lent; other bytes are sent."""
+        if source.descriptor != self._own:
+            super().send_data(request, source, start, end)
+        else:
+            self.send(Kind.LENT, request, wire.PeerLent(offset=source.offset + start, bytes=end - start))
+
+    def receive_header(self) -> Header:
+        """See Channel. What is lent looks like data, which ``receive_piece`` then reads."""
+        self._at = _NOWHERE
+        header = super().receive_header()
+        if header.kind is not Kind.LENT:
+            return header
+        lent = self.receive_message(header, wire.PeerLent())
+        if not 1 <= lent.bytes <= DATA_BYTES_MAX or lent.offset + lent.bytes > len(self._peer):
+            where = f"{lent.bytes} bytes at {lent.offset} of an arena of {len(self._peer)}"
+            raise FrameError(f"{where} are lent; a frame lends 1 to {DATA_BYTES_MAX}, all of them inside")
+        self._at = lent.offset
+        return Header(Kind.DATA, header.request, 0, lent.bytes)
+
+    def receive_piece(self, target: memoryview) -> None:
+        """See Channel."""
+        if self._at == _NOWHERE:
+            super().receive_piece(target)
+            return
+        start, self._at = self._at, self._at + len(target)
+        lent = self._peer[start : self._at]
+        if len(lent) != len(target):
+            raise ClosedError("the connection was closed")
+        np.copyto(np.frombuffer(target, np.uint8), lent)  # lets go of the GIL
+
+    # The end
+
+    def close(self, *, at_once: bool = False) -> None:
+        """See Channel."""
+        super().close(at_once=at_once)
+        self._peer = _NOTHING
