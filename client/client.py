@@ -210,9 +210,9 @@ class Client:
             raise InvalidInputError("give keys, or a namespace to delete all of: not both")
         return self.session.delete(wire.DeleteRequest(keys=[_wire_key(key) for key in keys]))
 
-    def explain(self, prompts: Sequence[RoundPrompt]) -> tuple[Explanation, ...]:
+    def explain(self, prompts: Sequence[RoundPrompt], *, asks_others: bool = False) -> tuple[Explanation, ...]:
         """Why every segment of every prompt is found or not; see ``kvservice.client.explain``. Leases nothing."""
-        return explain(self.session, prompts)
+        return explain(self.session, prompts, asks_others=asks_others)
 
     def stats(self) -> dict[str, object]:
         """The node's figures, as GET /stats gives them."""

@@ -16,7 +16,7 @@ from kvservice.client.session import Session
 from kvservice.model.cache import CacheKind, Tier
 from kvservice.model.differences import Difference, differences
 from kvservice.model.errors import InvalidInputError
-from kvservice.model.explanation import HeldCache, Reason, SegmentExplanation
+from kvservice.model.explanation import HeldCache, PlaceAnswer, PlaceExplanation, Reason, SegmentExplanation
 from kvservice.model.identity import Identity, Namespace, identity_from_json
 from kvservice.model.plan import Match
 from kvservice.model.segment import segment_id
@@ -93,20 +93,24 @@ class Explanation:
         return end
 
 
-def explain(session: Session, prompts: Sequence[RoundPrompt]) -> tuple[Explanation, ...]:
+def explain(session: Session, prompts: Sequence[RoundPrompt], *, asks_others: bool = False) -> tuple[Explanation, ...]:
     """Why every segment of every prompt is found or not, as the node knows it now.
 
+    ``asks_others``: it puts one question to each node that owns some of what is not there, with its usual deadline.
     Raises InvalidIdentityError for a prompt of a namespace that is not registered, LimitError for too many segments,
     UnavailableError when the session is lost.
     """
-    return explain_queries(session, [(prompt.namespace, round_query(prompt)) for prompt in prompts])
+    queries = [(prompt.namespace, round_query(prompt)) for prompt in prompts]
+    return explain_queries(session, queries, asks_others=asks_others)
 
 
-def explain_queries(session: Session, prompts: Sequence[tuple[Namespace, AsQuery]]) -> tuple[Explanation, ...]:
+def explain_queries(
+    session: Session, prompts: Sequence[tuple[Namespace, AsQuery]], *, asks_others: bool = False
+) -> tuple[Explanation, ...]:
     """``explain``, of prompts whose segments were made in another way."""
     identities = [session.identity_of(namespace) for namespace, _ in prompts]
     queries = [as_query(namespace) for namespace, as_query in prompts]
-    reply = session.explain(queries)
+    reply = session.explain(queries, asks_others=asks_others)
     segments = [_segments(query, found) for query, found in zip(queries, reply.prompts, strict=True)]
     missed = [index for index, found in enumerate(segments) if not all(one.is_found for one in found)]
     elsewhere = dict[int, list[Elsewhere]]()
@@ -194,7 +198,13 @@ def _explanation(reply: wire.SegmentExplanation) -> SegmentExplanation:
         reply.contexts,
         tuple(map(_held, reply.nearest)),
         reply.held_tokens,
+        tuple(map(_place, reply.places)),
     )
+
+
+def _place(reply: wire.PlaceExplanation) -> PlaceExplanation:
+    age_s = reply.age_s if reply.HasField("age_s") else None
+    return PlaceExplanation(reply.name, reply.state, reply.is_answering, PlaceAnswer(reply.answer), age_s)
 
 
 def _held(reply: wire.HeldCache) -> HeldCache:

@@ -7,7 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +18,7 @@ from kvservice.client.connectors.vllm.wishes import ReuseWish, WishReader
 from kvservice.client.explain import AsQuery, Explanation, explain_queries, round_query
 from kvservice.client.explain_text import difference_lines, explanation_lines, namespace_text, segment_text
 from kvservice.client.round_request import RoundRequest
+from kvservice.client.security import TOKEN_FILE, Security
 from kvservice.client.session import Session
 from kvservice.client.shared_memory import SharedMemoryTransport
 from kvservice.model.differences import differences
@@ -30,6 +31,37 @@ from kvservice.wire.v1 import cache_pb2 as wire
 FILE_BYTES_MAX = 64 << 20
 SAME = "same namespace"
 REUSED = "\n\nits segments, which may come from other contexts:\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """Which node is asked: at its unix ``socket``, or at ``node``, its port, with what that asks for (``Security``).
+
+    Raises InvalidInputError for what would not be looked at, or must not stand in a command.
+    """
+
+    socket: str
+    node: str = ""
+    token: str = field(default="", repr=False)
+    ca: str = ""
+    client_cert: str = ""
+    client_key: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.node and (self.token or self.ca or self.client_cert or self.client_key):
+            raise InvalidInputError(
+                "--token, --ca, --client-cert, --client-key are for --node: a socket asks for none"
+            )
+        if self.token and not self.token.startswith(TOKEN_FILE):
+            raise InvalidInputError("--token is file:PATH: everybody on this host sees a command's arguments")
+
+    def transport(self) -> SharedMemoryTransport:
+        """The way there. Raises ConfigError for files that cannot be read."""
+        if not self.node:
+            return SharedMemoryTransport(f"unix:{self.socket}")
+        security = Security(self.token, self.ca, self.client_cert, self.client_key)
+        security.check(self.node)
+        return SharedMemoryTransport(self.node, security)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,12 +180,11 @@ def compare(left: str, right: str, *, as_json: bool) -> tuple[int, str]:
     return 1, "\n".join([head, *(f"  {line}" for line in difference_lines(found, left, right))])
 
 
-def ask(address: str, question: Question, *, as_json: bool) -> tuple[int, str]:
-    """Exit status and text for a prompt and the node at ``address``: 0 if all of it is found, 1 if not."""
+def ask(where: Where, question: Question, *, as_json: bool) -> tuple[int, str]:
+    """Exit status and text for a prompt and a node: 0 if all of it is found, 1 if not."""
     queries, identity = question.queries(), question.identity
-    transport = SharedMemoryTransport(address)
-    with Session(transport, [identity], is_writer=False, client_name="kvservice explain") as session:
-        found = explain_queries(session, [(identity.namespace(), query) for query in queries])
+    with Session(where.transport(), [identity], is_writer=False, client_name="kvservice explain") as session:
+        found = explain_queries(session, [(identity.namespace(), query) for query in queries], asks_others=True)
     status = int(not all(one.is_found for one in found))
     if as_json:
         document = explanation_document(found[0])
@@ -201,6 +232,7 @@ def _segment_document(explanation: Explanation, index: int) -> dict[str, object]
         "found": None if why.found is None else _held_document(why.found),
         "contexts": why.contexts,
         "nearest": [_held_document(held) for held in why.nearest],
+        "places": [asdict(place) | {"answer": place.answer.name} for place in why.places],
     }
 
 

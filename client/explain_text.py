@@ -6,7 +6,7 @@ from itertools import groupby
 from kvservice.client.explain import Elsewhere, ExplainedSegment, Explanation
 from kvservice.model.cache import CacheKind, Tier
 from kvservice.model.differences import Difference
-from kvservice.model.explanation import HeldCache, Reason
+from kvservice.model.explanation import HeldCache, Reason, place_text
 from kvservice.model.identity import Namespace
 from kvservice.model.plan import Match
 from kvservice.model.segment import PRECEDING_MAX
@@ -98,8 +98,8 @@ def segment_text(explanation: Explanation, index: int) -> str:
     one = explanation.segments[index]
     text = _TEXTS[one.why.reason](explanation, one, index)
     if one.why.is_of_other_context:
-        return f"nothing is known of it behind these tokens; behind others it was {text}"
-    return text
+        text = f"nothing is known of it behind these tokens; behind others it was {text}"
+    return "; ".join([text, *map(place_text, one.why.places)])
 
 
 Text = Callable[[Explanation, ExplainedSegment, int], str]

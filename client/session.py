@@ -262,12 +262,13 @@ class Session:
         """The node's figures, the same document as GET /stats."""
         return self._call("Stats", wire.StatsRequest(), wire.StatsReply).json
 
-    def explain(self, prompts: Sequence[wire.PromptQuery]) -> wire.ExplainReply:
+    def explain(self, prompts: Sequence[wire.PromptQuery], *, asks_others: bool = False) -> wire.ExplainReply:
         """Why the segments of prompts are found or not: see ``kvservice.client.explain``. Leases nothing.
 
         Besides this session's namespaces, those of their tenants may be named. Raises LimitError for too many segments.
         """
-        return self._call("Explain", wire.ExplainRequest(session=self._reference(), prompts=prompts), wire.ExplainReply)
+        request = wire.ExplainRequest(session=self._reference(), prompts=prompts, asks_others=asks_others)
+        return self._call("Explain", request, wire.ExplainReply)
 
     def read_view(self, place: Location) -> Arena:
         """The leased bytes at ``place``, read-only, in the arena."""

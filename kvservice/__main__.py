@@ -7,7 +7,6 @@ import asyncio
 import json
 import logging
 import sys
-import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +15,7 @@ from kvservice import __version__
 from kvservice.config import Settings, add_flags, settings_from_flags, user_cache_folder
 from kvservice.model.errors import InvalidInputError, KVServiceError
 from kvservice.planning.flags import add_flags as add_plan_flags
+from kvservice.stats import asking
 
 if TYPE_CHECKING:
     from kvservice.client.explain_command import Question
@@ -41,23 +41,23 @@ def _parser() -> argparse.ArgumentParser:
     add_flags(serve)
     serve.set_defaults(run=_serve)
     stats = commands.add_parser("stats", help="print what a running node holds")
-    stats.add_argument("--http", default=f"127.0.0.1:{Settings().http_port}", metavar="HOST:PORT")
+    asking.add_flags(stats)
     stats.add_argument("--json", action="store_true", help="the whole document, for programs")
     stats.set_defaults(run=_stats)
     top = commands.add_parser("top", help="watch a running node in a terminal")
-    top.add_argument("--http", default=f"127.0.0.1:{Settings().http_port}", metavar="HOST:PORT")
+    asking.add_flags(top)
     top.add_argument("--interval", default="2", metavar="SECONDS", help="between two frames (2)")
     top.add_argument("--once", action="store_true", help="one frame of plain text, and no more")
     top.set_defaults(run=_top)
     log = commands.add_parser("log", help="the request log of a running node, see setting log_segments")
     export = log.add_subparsers(required=True, metavar="COMMAND").add_parser("export", help="write it to a file")
     export.add_argument("file", type=Path, metavar="FILE", help="ends in .parquet or .arrow; what is there is replaced")
-    export.add_argument("--http", default=f"127.0.0.1:{Settings().http_port}", metavar="HOST:PORT")
+    asking.add_flags(export)
     export.set_defaults(run=_export_log)
     plan = commands.add_parser(
         "plan", help="what would more memory or SSD bring; or what a round takes, before traffic"
     )
-    plan.add_argument("--http", default=f"127.0.0.1:{Settings().http_port}", metavar="HOST:PORT")
+    asking.add_flags(plan)
     add_plan_flags(plan)
     plan.set_defaults(run=_plan)
     _add_admin_commands(commands)
@@ -103,6 +103,7 @@ def _add_explain(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     where = explain.add_mutually_exclusive_group()
     where.add_argument("--socket", default=str(Settings().socket_path), metavar="PATH", help="of the node")
     where.add_argument("--node", metavar="HOST:PORT", help="of the node, on this host")
+    asking.add_secret_flags(explain, "with --node: file:PATH")
     explain.add_argument("--chunk-tokens", type=int, default=256, metavar="N", help="tokens of a segment (256)")
     explain.add_argument(
         "--block-size", type=int, default=1, metavar="N", help="of the engine: segments are whole blocks"
@@ -137,11 +138,10 @@ def _stats(parsed: argparse.Namespace) -> int:
     from kvservice.stats.report import print_stats
 
     try:
-        with urllib.request.urlopen(f"http://{parsed.http}/stats", timeout=HTTP_TIMEOUT_S) as reply:
-            document = json.load(reply)
-    except OSError as error:
-        print(f"kvservice: no node answers at {parsed.http}: {error}. Is `kvservice serve` running?", file=sys.stderr)
-        return 1
+        document = asking.HttpNode.of_flags(parsed).answer("/stats", HTTP_TIMEOUT_S)
+    except InvalidInputError as error:
+        print(f"kvservice stats: {error}", file=sys.stderr)
+        return 2
     if parsed.json:
         print(json.dumps(document, indent=2))
     else:
@@ -162,7 +162,11 @@ def _top(parsed: argparse.Namespace) -> int:
 def _export_log(parsed: argparse.Namespace) -> int:
     from kvservice.stats.log_command import export
 
-    print(export(parsed.http, parsed.file))
+    try:
+        print(export(asking.HttpNode.of_flags(parsed), parsed.file))
+    except InvalidInputError as error:
+        print(f"kvservice log: {error}", file=sys.stderr)
+        return 2
     return 0
 
 
@@ -217,7 +221,10 @@ def _explain(parsed: argparse.Namespace) -> int:
         if len(parsed.files) == 2 and not (parsed.identity or parsed.tokens):
             status, text = command.compare(*parsed.files, as_json=parsed.json)
         else:
-            status, text = command.ask(_address(parsed), _question(parsed), as_json=parsed.json)
+            where = command.Where(
+                parsed.socket, parsed.node or "", parsed.token, parsed.ca, parsed.client_cert, parsed.client_key
+            )
+            status, text = command.ask(where, _question(parsed), as_json=parsed.json)
     except InvalidInputError as error:
         print(f"kvservice explain: {error}", file=sys.stderr)
         return 2
@@ -240,10 +247,6 @@ def _question(parsed: argparse.Namespace) -> "Question":
         command.read_adapter(parsed.adapter),
         command.read_words(parsed.request, len(tokens)) if parsed.request else None,
     )
-
-
-def _address(parsed: argparse.Namespace) -> str:
-    return parsed.node or f"unix:{parsed.socket}"
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ Without a terminal, and with ``--once``, it is one frame of plain text.
 """
 
 import argparse
-import json
 import math
 import os
 import select
@@ -13,22 +12,19 @@ import signal
 import sys
 import termios
 import tty
-import urllib.error
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.client import HTTPException
-from typing import Any, TextIO
+from typing import TextIO
 
 from rich.console import Console
 from rich.text import Text
 
-from kvservice.model.errors import InvalidInputError, UnavailableError
-from kvservice.stats.asking import open_url
+from kvservice.model.errors import InvalidInputError, KVServiceError
+from kvservice.stats.asking import HttpNode
 from kvservice.top_frame import Seen, frame
 from kvservice.top_rates import Document, rates
 
 HTTP_TIMEOUT_S = 5.0
-ANSWER_BYTES_MAX = 8 << 20
 INTERVAL_S_MIN, INTERVAL_S_MAX = 0.2, 3600.0
 SLOW_EVERY = 3
 """Plan and families are asked for with every third frame."""
@@ -41,8 +37,9 @@ Ask = Callable[[str], Document]
 
 def run(parsed: argparse.Namespace) -> int:
     """0, or 1 if nobody answered a ``--once``. Raises InvalidInputError."""
-    interval_s = _interval_s(parsed.interval)
-    watch = Watch(parsed.http, _asking(parsed.http))
+    interval_s, node = _interval_s(parsed.interval), HttpNode.of_flags(parsed)
+    node.check()
+    watch = Watch(node.name, lambda path: node.answer(path, HTTP_TIMEOUT_S))
     if parsed.once or not (sys.stdin.isatty() and sys.stdout.isatty()):
         return print_once(watch, sys.stdout)
     with _screen(sys.stdin, sys.stdout):
@@ -79,7 +76,7 @@ class Watch:
             if self._looks % SLOW_EVERY == 0:
                 self._plan, self._families = self._ask("/plan"), self._ask("/families")
             self._looks += 1
-        except UnavailableError as error:
+        except KVServiceError as error:
             self._before, self._looks, problem = None, 0, str(error)
         speeds = {} if self._stats is None else rates(self._before, self._stats)
         return Seen(self._address, self._stats, speeds, self._plan, self._families, problem)
@@ -94,20 +91,6 @@ def print_once(watch: Watch, stream: TextIO) -> int:
     width = shutil.get_terminal_size().columns
     stream.write("".join(f"{line.plain.rstrip()}\n" for line in frame(seen, width, ONCE_LINES)))
     return 0
-
-
-def _asking(address: str) -> Ask:
-    def ask(path: str) -> Any:
-        try:
-            with open_url(f"http://{address}{path}", HTTP_TIMEOUT_S) as reply:
-                document = json.loads(reply.read(ANSWER_BYTES_MAX))
-        except urllib.error.HTTPError as error:
-            raise UnavailableError(f"{address} answers {error.code} to {path}: is it an older node?") from error
-        except (OSError, ValueError, HTTPException) as error:
-            raise UnavailableError(f"no node answers at {address}: {error}. Is `kvservice serve` running?") from error
-        return document
-
-    return ask
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from typing import Any
 from rich.text import Text
 
 from kvservice.text import printable, text_of_bytes
+from kvservice.top_others import other_lines, others_bar, others_of
 from kvservice.top_rates import Document, answers_of
 
 WIDTH_MIN, LINES_MIN = 40, 8
@@ -40,6 +41,7 @@ def frame(seen: Seen, width: int, lines: int) -> list[Text]:
     if seen.stats is not None:
         made += [*_tiers(seen.stats, width), Text(), *_traffic(seen.stats, seen.rates, width), Text()]
         made += _advice(seen.plan)
+        made += other_lines(others_of(seen.stats), (lines - len(made)) // 3)
         room = lines - len(made) - 1
         if seen.families is not None and room > 2:
             made += [Text(), *_families(seen.families, min(room, FAMILY_LINES_MAX))]
@@ -69,6 +71,9 @@ def _tiers(stats: Document, width: int) -> Iterator[Text]:
         floor = ", TOO FULL" if ssd["is_below_floor"] else ""
         note = f"{_size(ssd)} caches {ssd['caches']}, to write {ssd['queued']}{floor}"
         yield _bar("SSD", [(_share(ssd), "magenta")], note, width)
+    others = others_bar(stats)
+    if others is not None:
+        yield _bar("others", *others, width)
     dense, master, mirror = max(caches["dense_bytes"], 1), caches["master"], caches["mirror"]
     parts = [(master["record_bytes"] / dense, "blue"), (mirror["record_bytes"] / dense, "yellow")]
     note = f"masters {master['count']}, mirrors {mirror['count']}, {caches['ratio']:.1f} times their bytes"
@@ -86,6 +91,9 @@ def _traffic(stats: Document, rates: Rates, width: int) -> Iterator[Text]:
     yield Text(f"now      {_count(rates, 'lookups')} lookups/s   {_count(rates, 'segments')} segments/s   {now} found")
     stored, loaded, evicted = (_bytes(rates, f"{name}_bytes") for name in ("stored", "loaded", "evicted"))
     yield Text(f"a second {stored} stored   {loaded} loaded   {evicted} evicted   {_count(rates, 'folded')} folded")
+    if others_of(stats):
+        brought, given = (_bytes(rates, f"{name}_bytes") for name in ("brought", "given"))
+        yield Text(f"         {brought} brought from other nodes   {given} given to them")
     missed = {name: count for name, count in stats["lookups"]["missed"].items() if count}
     if missed:
         yield Text("missed   " + ", ".join(f"{printable(name)} {count}" for name, count in missed.items()))

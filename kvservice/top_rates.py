@@ -45,6 +45,8 @@ COUNTERS: Mapping[str, Read] = {
     "found": lambda one: answers_of(one["accounting"]["segments"]).found,
     "stored_bytes": lambda one: one["writes"]["published_bytes"],
     "loaded_bytes": lambda one: one["loads"]["record_bytes"],
+    "brought_bytes": lambda one: one["remote"]["record_bytes"],
+    "given_bytes": lambda one: one["pushes"]["record_bytes"],
     "demoted_bytes": lambda one: one["demotions"]["record_bytes"],
     "evicted_bytes": lambda one: one["evictions"]["host"]["record_bytes"],
     "folded": lambda one: one["folds"]["folded"],

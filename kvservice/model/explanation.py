@@ -64,6 +64,56 @@ class HeldCache:
     affinity: int
 
 
+class PlaceAnswer(enum.IntEnum):
+    """What the last question about a segment brought. The numbers are on the wire; never change them."""
+
+    NEVER = 1
+    """It was not asked about it, as far as the node remembers."""
+    HAS = 2
+    HAS_NOT = 3
+    NOT_REACHED = 4
+    TOO_SLOW = 5
+    """No answer within the deadline."""
+    REFUSED = 6
+    COMPUTED_SOONER = 7
+    """It has it, and it was left there: the engine computes it sooner than it would come."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceExplanation:
+    """Where else a segment belongs. ``state``: of a member (live, draining, disconnected), self for the node that
+    explains, cold for storage that is no node. ``age_s``: seconds since a lookup asked it; None: it was asked for this
+    explanation, or never.
+    """
+
+    name: str
+    state: str
+    is_answering: bool
+    answer: PlaceAnswer = PlaceAnswer.NEVER
+    age_s: float | None = None
+
+
+_ANSWERS = {
+    PlaceAnswer.HAS: "it has it",
+    PlaceAnswer.HAS_NOT: "it has nothing that would answer",
+    PlaceAnswer.NOT_REACHED: "it was not reached",
+    PlaceAnswer.TOO_SLOW: "it did not answer in time",
+    PlaceAnswer.REFUSED: "it refused the question",
+    PlaceAnswer.COMPUTED_SOONER: "it has it, and computing it is sooner than its way here",
+}
+
+
+def place_text(place: PlaceExplanation) -> str:
+    """In words."""
+    if place.state == "self":
+        return "this node owns it"
+    who = f"{place.name} ({place.state}{'' if place.is_answering else ', does not answer'})"
+    if place.answer is PlaceAnswer.NEVER:
+        return f"{who} was not asked"
+    when = "asked now" if place.age_s is None else f"asked {place.age_s:.0f} s ago"
+    return f"{who}, {when}: {_ANSWERS[place.answer]}"
+
+
 @dataclass(frozen=True, slots=True)
 class SegmentExplanation:
     """One segment. ``found``: the cache that a lookup answers with, and how it relates to what was asked.
@@ -72,7 +122,8 @@ class SegmentExplanation:
     nobody knows.
     ``is_of_other_context``: what is said is true of the segment behind other tokens: nothing is known of this key.
     ``contexts``: caches of the segment in other contexts; ``nearest``: some of them, the highest affinity first.
-    ``held_tokens``: of the segment as held; 0 if it is not.
+    ``held_tokens``: of the segment as held; 0 if it is not. ``places``: where else it belongs, owners first; empty if
+    it is found, or if the node shares with nobody.
     """
 
     reason: Reason
@@ -84,3 +135,4 @@ class SegmentExplanation:
     contexts: int = 0
     nearest: tuple[HeldCache, ...] = ()
     held_tokens: int = 0
+    places: tuple[PlaceExplanation, ...] = ()

@@ -3,7 +3,7 @@
 "use strict";
 
 const STATS_MS = 2000, FAMILIES_MS = 6000, CURVES_MS = 15000, WAIT_MS_MAX = 30000, TIMEOUT_MS = 8000, SETTLE_MS = 150;
-const SPARKS_MAX = 60, ROWS_MAX = 6, NAMESPACES_MAX = 8, CURVE_ROWS = 8;
+const SPARKS_MAX = 60, ROWS_MAX = 6, NAMESPACES_MAX = 8, NODES_MAX = 16, CURVE_ROWS = 8;
 const SVG = "http://www.w3.org/2000/svg";
 const UNITS = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
 const now = { stats: null, before: null, curves: null, plan: null, planned: null, isPaused: false };
@@ -114,7 +114,23 @@ function showTiers(stats) {
   say("ssd-text", ssd.is_open ? `${bytes(ssd.used_bytes)} of ${bytes(ssd.capacity_bytes)}` : "none");
   const worry = ssd.is_below_floor ? ", file system too full: nothing is written" : "";
   say("ssd-note", ssd.is_open ? `caches ${number(ssd.caches)}, to be written ${number(ssd.queued)}, corrupt ${number(integrity.corrupt.ssd)}${worry}` : "no SSD tier: what leaves memory is lost");
+  showOthers(stats);
   showKinds(caches);
+}
+
+// Of the segments that nothing here answered: brought from other nodes (or cold storage), and left there since computing
+// them is sooner. The rest nobody had.
+function showOthers({ remote, pushes, network }) {
+  const others = network.others, asked = Math.max(remote.asked, 1);
+  const isAlone = !others.length && !network.peer_connections;
+  const brought = remote.found - remote.computed_sooner, live = others.filter((one) => one.state === "live").length;
+  const shares = [Math.max(brought, 0) / asked, remote.computed_sooner / asked];
+  const text = `of ${number(remote.asked)} segments asked for there ${percent(shares[0])} came, ${percent(shares[1])} are computed sooner`;
+  fill(at("others-bar"), shares, remote.asked ? text : "nobody was asked");
+  say("others-text", isAlone ? "none" : `${bytes(remote.record_bytes)} in, ${bytes(pushes.record_bytes)} out`);
+  const lost = remote.unreachable ? `, not reached ${number(remote.unreachable)}` : "";
+  const nodes = others.length ? `live ${live} of ${others.filter((one) => one.state !== "cold").length}, asked ${number(remote.asked)}, found ${number(remote.found)}${lost}, to be given ${number(pushes.queued)}` : `connected here ${number(network.peer_connections)}`;
+  say("others-note", isAlone ? "shares with no other node" : nodes);
 }
 
 function showKinds(caches) {
@@ -134,6 +150,8 @@ const TILES = [
   ["found", null, percent],
   ["written", (s) => s.writes.published_bytes, bytes],
   ["loaded", (s) => s.loads.record_bytes, bytes],
+  ["brought", (s) => s.remote.record_bytes, bytes],
+  ["given", (s) => s.pushes.record_bytes, bytes],
   ["evicted", (s) => s.evictions.host.record_bytes, bytes],
 ];
 const sparks = Object.fromEntries(TILES.map(([id]) => [id, []]));
@@ -163,7 +181,7 @@ function showRates() {
 }
 
 function showAnswers(segments) {
-  const parts = [["memory", "host"], ["SSD", "ssd"], ["another node", "remote"], ["another context", "moved"], ["missed", "miss"], ["error", "error"]];
+  const parts = [["memory", "host"], ["SSD", "ssd"], ["other nodes", "remote"], ["another context", "moved"], ["missed", "miss"], ["error", "error"]];
   const answered = sum(Object.values(segments)), shares = parts.map(([, key]) => segments[key] / Math.max(answered, 1));
   fill(at("answers-bar"), shares, answered ? parts.map(([name], index) => `${name} ${percent(shares[index])}`).join(", ") : "no lookups yet");
   say("answers-text", answered ? `${percent(foundOf(segments) / answered)} of ${number(answered)} found` : "no lookups yet");
@@ -175,6 +193,7 @@ async function refreshStats() {
   now.stats = stats;
   showTiers(stats);
   showRates();
+  showNodes(stats.network.others);
   showNamespaces(stats.by_namespace);
   say("version", stats.version);
   say("uptime", `up ${time(stats.uptime_s)}`);
@@ -411,6 +430,46 @@ function showList(id, rows, empty) {
   const list = at(id);
   if (list.contains(document.activeElement) || list.querySelector("details[open]")) return;
   list.replaceChildren(...(rows.length ? rows : [make("p", "empty", empty)]));
+}
+
+// Other nodes. Their names are what they say of themselves: texts.
+
+function speedText(way) {
+  if (!way.transfers) return "not measured yet";
+  const latency = way.latency_s < 1 ? `${(way.latency_s * 1e3).toFixed(way.latency_s < 0.01 ? 2 : 0)} ms` : time(way.latency_s);
+  return `${latency}, ${bytes(way.bytes_per_s)}/s`;
+}
+
+function wayRow([medium, way], total) {
+  const reasons = Object.entries(way.reasons).sort((left, right) => right[1] - left[1]);
+  const why = reasons.length ? `: ${reasons.map(([name, count]) => `${name} ${number(count)}`).join(", ")}` : "";
+  const failed = way.failed ? `; failed ${number(way.failed)}` : "";
+  const loads = way.chosen ? `${number(way.chosen)} of ${number(total)} loads, ${bytes(way.bytes)}${why}${failed}` : total ? `none of ${number(total)} loads` : "no loads yet";
+  return line(`${medium.replace("_", " ")}, ${speedText(way)}`, loads);
+}
+
+function nodeRow(other) {
+  const row = make("div", "row"), head = make("p", "line"), name = make("span", "name", other.name);
+  const isGood = other.state === "cold" || (other.state === "live" && other.is_answering);
+  name.append(make("b", isGood ? "" : "bad", other.state === "cold" ? "cold storage" : other.state));
+  if (other.state === "live" && other.warmth < 1) name.append(make("b", "", `warming, ${percent(other.warmth)}`));
+  name.title = `${other.name} at ${other.address}`;
+  head.append(name, make("span", "", `${bytes(other.brought_bytes)} brought; ${bytes(other.given_bytes)} given in ${number(other.given)}`));
+  row.append(head);
+  const ways = Object.entries(other.ways), total = sum(ways.map(([, way]) => way.chosen));
+  for (const way of ways) {
+    const one = wayRow(way, total);
+    one.classList.add("small");
+    row.append(one);
+  }
+  if (other.problem) row.append(make("p", "small", other.problem));
+  return row;
+}
+
+function showNodes(others) {
+  at("nodes").hidden = !others.length;
+  at("node-list").replaceChildren(...others.slice(0, NODES_MAX).map(nodeRow));
+  say("node-count", others.length > NODES_MAX ? `the first ${NODES_MAX} of ${number(others.length)}` : number(others.length));
 }
 
 // The node names the busiest namespaces and counts all others together.

@@ -2,18 +2,16 @@
 
 import argparse
 import json
-import urllib.error
 import urllib.parse
 from typing import Any
 
-from kvservice.model.errors import InvalidInputError, UnavailableError
+from kvservice.model.errors import InvalidInputError
 from kvservice.planning.closed_forms import what_if
 from kvservice.planning.flags import HELP, NAMES
 from kvservice.planning.model_config import read_model
 from kvservice.planning.report import print_plan, print_what_if
 from kvservice.planning.request import parse_request, round_of, size_of, speed_of
-from kvservice.stats.asking import open_url
-from kvservice.text import printable
+from kvservice.stats.asking import HttpNode
 
 HTTP_TIMEOUT_S = 10.0
 
@@ -25,7 +23,7 @@ def run(parsed: argparse.Namespace) -> int:
     if parsed.model:
         return _closed_forms(parsed.model, query, as_json=parsed.json)
     parse_request(query)
-    document = ask(parsed.http, query)
+    document = ask(HttpNode.of_flags(parsed), query)
     if parsed.json:
         print(json.dumps(document, indent=2))  # noqa: T201  a command line prints
     else:
@@ -50,19 +48,6 @@ def _closed_forms(path: str, query: dict[str, str], *, as_json: bool) -> int:
     return 0
 
 
-def ask(address: str, query: dict[str, str]) -> Any:
-    """What a node at HOST:PORT answers. Raises InvalidInputError, or UnavailableError if nobody answers."""
-    try:
-        with open_url(f"http://{address}/plan?{urllib.parse.urlencode(query)}", HTTP_TIMEOUT_S) as reply:
-            return json.load(reply)
-    except urllib.error.HTTPError as error:
-        raise InvalidInputError(_message(error)) from error
-    except (OSError, ValueError) as error:
-        raise UnavailableError(f"no node answers at {address}: {error}. Is `kvservice serve` running?") from error
-
-
-def _message(error: urllib.error.HTTPError) -> str:
-    try:
-        return printable(str(json.load(error)["message"]))
-    except (ValueError, KeyError, TypeError):
-        return f"the node answered {error.code}"
+def ask(node: HttpNode, query: dict[str, str]) -> Any:
+    """What a node answers. Raises InvalidInputError, or as ``HttpNode.answer``."""
+    return node.answer(f"/plan?{urllib.parse.urlencode(query)}", HTTP_TIMEOUT_S)

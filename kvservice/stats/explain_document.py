@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TypedDict
 
 from kvservice.model.differences import Difference
-from kvservice.model.explanation import HeldCache, Reason, SegmentExplanation
+from kvservice.model.explanation import HeldCache, PlaceExplanation, Reason, SegmentExplanation, place_text
 from kvservice.model.identity import Identity
 from kvservice.model.plan import Match
 from kvservice.stats.explain_request import AskedSegment
@@ -26,11 +26,26 @@ class HeldCacheDocument(TypedDict):
     affinity: int
 
 
+class PlaceDocument(TypedDict):
+    """Where else a segment belongs. ``state``: of a member; self: this node; cold: storage, which is not asked.
+
+    ``answer``: never, has, has_not, not_reached, too_slow, refused, or computed_sooner: it has it, and a lookup left it
+    there. ``age_s``: since a lookup asked; None: it was asked for this explanation, or never.
+    """
+
+    name: str
+    state: str
+    is_answering: bool
+    answer: str
+    age_s: float | None
+
+
 class ExplainedSegmentDocument(TypedDict):
     """The prompt's tokens ``[start, start + tokens)``. ``reason``: found, or the first thing that is true of it.
 
     ``detail``: of the reason; empty: none. ``age_s``: since it went. ``is_of_other_context``: what is said is true of
     the segment behind other tokens. ``nearest``: some of the ``contexts`` caches in other contexts.
+    ``places``: its owners first; empty if it is here, or if the node shares with nobody.
     """
 
     start: int
@@ -46,6 +61,7 @@ class ExplainedSegmentDocument(TypedDict):
     held_tokens: int
     found: HeldCacheDocument | None
     nearest: list[HeldCacheDocument]
+    places: list[PlaceDocument]
     text: str
 
 
@@ -161,7 +177,18 @@ def segment_document(asked: AskedSegment, why: SegmentExplanation) -> ExplainedS
         "held_tokens": why.held_tokens,
         "found": None if why.found is None else _held(why.found),
         "nearest": [_held(one) for one in why.nearest],
+        "places": [_place(one) for one in why.places],
         "text": _text(why),
+    }
+
+
+def _place(place: PlaceExplanation) -> PlaceDocument:
+    return {
+        "name": place.name,
+        "state": place.state,
+        "is_answering": place.is_answering,
+        "answer": place.answer.name.lower(),
+        "age_s": None if place.age_s is None else round(place.age_s, 3),
     }
 
 
@@ -205,7 +232,8 @@ def _text(why: SegmentExplanation) -> str:
     age = "" if why.age_s is None else f", {why.age_s:.0f} s ago"
     other = "; that was behind other tokens, of this very place nothing is known" if why.is_of_other_context else ""
     how = f", {why.match.name.lower()}" if why.reason is Reason.FOUND else ""
-    return f"{_TEXTS[why.reason]}{how}{detail}{age}{other}"
+    places = "".join(f"; {place_text(one)}" for one in why.places)
+    return f"{_TEXTS[why.reason]}{how}{detail}{age}{other}{places}"
 
 
 def _summary(explained: Sequence[tuple[AskedSegment, SegmentExplanation]], broken_by: int | None) -> str:

@@ -13,10 +13,10 @@ from aiohttp import web
 
 from kvservice.caches import Space
 from kvservice.explaining import SpaceExplainer
+from kvservice.explaining_others import Unfound, with_places
 from kvservice.lookup import find
 from kvservice.model.differences import differences
 from kvservice.model.errors import InvalidInputError, KVServiceError, LimitError
-from kvservice.model.explanation import SegmentExplanation
 from kvservice.model.segment import CacheKey
 from kvservice.stats.explain_document import (
     ElsewhereDocument,
@@ -67,12 +67,11 @@ async def explain_question(node: "Node", question: ExplainQuestion) -> ExplainDo
     limit = node.limits.explain_segments_max
     if len(asked) > limit:
         raise LimitError(f"{len(asked)} segments to explain, the limit is {limit}; ask about the prompt's start")
-    explained, segments = list[tuple[AskedSegment, SegmentExplanation]](), list[ExplainedSegmentDocument]()
-    for index, one in enumerate(asked):
+    whys = await with_places(node, space, await _explained(node, explainer, asked), asks=question.asks_others)
+    explained, segments = list(zip(asked, whys, strict=True)), list[ExplainedSegmentDocument]()
+    for index, (one, why) in enumerate(explained):
         if index % node.limits.explain_slice == 0:
             await asyncio.sleep(0)
-        why = explainer.explain(one.segment, one, one.marks)
-        explained.append((one, why))
         segments.append(segment_document(one, why))
     return explain_document(
         space.identity,
@@ -84,6 +83,15 @@ async def explain_question(node: "Node", question: ExplainQuestion) -> ExplainDo
         has_ssd=node.ssd is not None,
         elsewhere=await _elsewhere(node, explainer, question) if explainer.has_missed and key is None else [],
     )
+
+
+async def _explained(node: "Node", explainer: SpaceExplainer, asked: Sequence[AskedSegment]) -> list[Unfound]:
+    explained = list[Unfound]()
+    for index, one in enumerate(asked):
+        if index % node.limits.explain_slice == 0:
+            await asyncio.sleep(0)
+        explained.append(Unfound(one.segment, one, one.marks, explainer.explain(one.segment, one, one.marks)))
+    return explained
 
 
 async def _encoded(document: ExplainDocument) -> str:

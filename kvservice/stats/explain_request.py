@@ -4,6 +4,7 @@ question := whose, (prompt | key)
 whose    := "identity": an identity's JSON object  |  "namespace": its digest, 64 hexadecimal digits
 prompt   := "tokens": [ids], and how the engine cuts and names prompts: "chunk_tokens", "block_size", "boundaries",
             "reuse_end", "salt", "adapter": {"name", "digest"}; "may_shift": would other contexts do?
+            "asks_others": put one question to each node that owns what is not here?
 key      := "key": {"segment", "context"}, both in hexadecimal
 """
 
@@ -24,7 +25,9 @@ BOUNDARIES_MAX = 1024
 TEXT_CHARS_MAX = 1024
 
 _WHOSE = ("identity", "namespace")
-_PROMPT = ("tokens", "chunk_tokens", "block_size", "boundaries", "reuse_end", "salt", "adapter", "may_shift")
+_PROMPT = (
+    "tokens", "chunk_tokens", "block_size", "boundaries", "reuse_end", "salt", "adapter", "may_shift", "asks_others",
+)  # fmt: skip
 _FIELDS = (*_WHOSE, *_PROMPT, "key")
 
 
@@ -51,6 +54,7 @@ class ExplainQuestion:
     tokens: tuple[int, ...]
     rule: ChunkRule
     may_shift: bool
+    asks_others: bool = False
 
     def segments(self, namespace: Namespace) -> list[AskedSegment]:
         """The prompt's, in a namespace. Raises InvalidInputError for tokens that make no block, or are none."""
@@ -85,7 +89,8 @@ def parse_question(body: bytes) -> ExplainQuestion:
     if ("key" in asked) == ("tokens" in asked):
         raise InvalidInputError('give "tokens" of a prompt, or the "key" of one cache, and not both')
     if "key" not in asked:
-        return ExplainQuestion(namespace, identity, None, _tokens(asked), _rule(asked), _flag(asked, "may_shift"))
+        flags = (_flag(asked, name) for name in ("may_shift", "asks_others"))
+        return ExplainQuestion(namespace, identity, None, _tokens(asked), _rule(asked), *flags)
     extra = [name for name in _PROMPT if name in asked]
     if extra:
         raise InvalidInputError(f"a key takes no {extra[0]!r}; leave it out")

@@ -1,12 +1,15 @@
 """The stats document as a table for people: what lies in which tier, what was found where, how the last start went."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 
-from kvservice.text import text_of_bytes
+from kvservice.text import printable, text_of_bytes
+
+UNKNOWN = "-"
 
 
 def print_stats(document: Mapping[str, Any], console: Console | None = None) -> None:
@@ -15,8 +18,10 @@ def print_stats(document: Mapping[str, Any], console: Console | None = None) -> 
 
 
 def stats_tables(document: Mapping[str, Any]) -> RenderableType:
-    """Tiers, lookups, tokens, health."""
-    return Group(_tiers(document), _lookups(document), _tokens(document), _health(document))
+    """Tiers, lookups, tokens, health, and other nodes if there are any."""
+    tables = [_tiers(document), _lookups(document), _tokens(document), _health(document)]
+    others = document["network"].get("others", ())
+    return Group(*tables, *([_others(others)] if others else ()))
 
 
 def _tiers(document: Mapping[str, Any]) -> Table:
@@ -99,3 +104,26 @@ def _health(document: Mapping[str, Any]) -> Table:
     names = ("sessions", "leases", "reservations")
     table.add_row("held", ", ".join(f"{handles[name]} {name}" for name in names))
     return table
+
+
+def _others(others: Sequence[Mapping[str, Any]]) -> Table:
+    """One row a way. Names are what others say of themselves: no markup."""
+    table = Table("node", "state", "way", "latency", "speed", "loads", "brought", "given", title="Other nodes")
+    for other in others:
+        head = [Text(printable(other[name])) for name in ("name", "state")]
+        moved = [text_of_bytes(other["brought_bytes"]), text_of_bytes(other["given_bytes"])]
+        for medium, way in other["ways"].items() or ((UNKNOWN, None),):
+            table.add_row(*head, Text(printable(medium)), *_way(way), *moved)
+            head, moved = [Text(), Text()], ["", ""]
+    table.caption = "loads: of the last 1,024 of this node; latency and speed as measured"
+    return table
+
+
+def _way(way: Mapping[str, Any] | None) -> tuple[str, str, str]:
+    if way is None:
+        return UNKNOWN, UNKNOWN, UNKNOWN
+    failed = f", {way['failed']} failed" if way["failed"] else ""
+    loads = f"{way['chosen']}{failed}"
+    if not way["transfers"]:
+        return UNKNOWN, UNKNOWN, loads
+    return f"{way['latency_s'] * 1e3:.2f} ms", f"{text_of_bytes(way['bytes_per_s'])}/s", loads

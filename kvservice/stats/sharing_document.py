@@ -1,10 +1,12 @@
 """The parts of the stats document that tell of other places: what was brought, what was given, who is there."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypedDict
 
 from kvservice.lookup import FROM_REMOTE
 from kvservice.peers.member import MemberState
 from kvservice.peers.routes_log import MediumDocument, RouteLog, Why
+from kvservice.stats.others_document import OtherDocument
 
 if TYPE_CHECKING:
     from kvservice.node import Node
@@ -50,7 +52,7 @@ class NetworkDocument(TypedDict):
     """Who is there. ``members``: by state, this node too if it is one. ``lost``: peers that are left alone for now.
 
     ``peer_connections``: others' to this node; ``peer_refused``: callers turned away at the peer port. ``media`` and
-    ``reasons``: how bytes came, and why that way.
+    ``reasons``: how bytes came, and why that way. ``others``: all other nodes and cold storage, one by one.
     """
 
     members: dict[str, int]
@@ -59,6 +61,7 @@ class NetworkDocument(TypedDict):
     peer_refused: int
     media: dict[str, MediumDocument]
     reasons: dict[str, int]
+    others: list[OtherDocument]
 
 
 def nobody() -> NetworkDocument:
@@ -67,7 +70,12 @@ def nobody() -> NetworkDocument:
 
 
 def network_document(
-    members: dict[MemberState, int], lost: int, connections: int, refused: int, log: RouteLog
+    members: dict[MemberState, int],
+    lost: int,
+    connections: int,
+    refused: int,
+    log: RouteLog,
+    others: Sequence[OtherDocument] = (),
 ) -> NetworkDocument:
     """All names are there, whatever was seen so far."""
     routes = log.document()
@@ -78,6 +86,7 @@ def network_document(
         "peer_refused": refused,
         "media": routes["media"],
         "reasons": {why.value: routes["reasons"].get(why.value, 0) for why in Why},
+        "others": list(others),
     }
 
 

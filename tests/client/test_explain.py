@@ -119,8 +119,8 @@ def test_another_identity_whose_caches_went_meanwhile_is_told_as_empty(
     client = local(IDENTITY)
     ask = client.session.explain
 
-    def ask_and_lose(prompts: Sequence[object]) -> object:
-        reply = ask(prompts)  # type: ignore[arg-type]
+    def ask_and_lose(prompts: Sequence[object], **how: bool) -> object:
+        reply = ask(prompts, **how)  # type: ignore[arg-type]
         with Client.in_process(_node_of(client), revised) as other:
             other.delete()
         return reply

@@ -16,12 +16,12 @@ import pytest
 from kvservice.__main__ import main
 from kvservice.app import Service
 from kvservice.config import Settings
-from kvservice.planning.command import _message
 from kvservice.planning.document import PlanDocument
 from kvservice.planning.measuring import CurvesDocument
 from kvservice.planning.planner import make_plan
 from kvservice.planning.report import print_plan
 from kvservice.planning.request import parse_request
+from kvservice.stats.asking import message_of
 from tests.planning.test_planner import CURVE, make_measured
 
 MODEL = {"layers": "28", "heads": "28", "kv_heads": "4", "head_size": "128"}
@@ -140,7 +140,7 @@ def test_names_of_tenants_are_printed_and_not_obeyed(capsys: pytest.CaptureFixtu
 def test_what_a_node_refuses_with_is_printed_and_not_obeyed() -> None:
     body = io.BytesIO(json.dumps({"message": "There are: tenant \x1b[2J"}).encode())
     error = urllib.error.HTTPError("", 400, "", Message(), body)
-    assert _message(error) == "There are: tenant \ufffd[2J"
+    assert message_of(error) == "There are: tenant \ufffd[2J"
     error.close()
 
 

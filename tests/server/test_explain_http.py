@@ -167,9 +167,14 @@ async def test_a_key_is_explained_from_what_is_known_of_it() -> None:
         ({"salt": 5}, "a text"),
         ({"adapter": {"name": "a"}}, '"digest"'),
         ({"may_shift": "yes"}, "true or false"),
+        ({"asks_others": 1}, "true or false"),
         ({"tokens": None, "chunk_tokens": None, "key": {"segment": "00" * 32}}, "a \"context\""),
         ({"tokens": None, "chunk_tokens": None, "key": {"segment": "0", "context": "00" * 32}}, "hexadecimal"),
         ({"tokens": None, "key": {"segment": "00" * 32, "context": "00" * 32}}, "takes no 'chunk_tokens'"),
+        (
+            {"tokens": None, "chunk_tokens": None, "asks_others": True, "key": {"segment": "00" * 32, "context": ""}},
+            "takes no 'asks_others'",
+        ),
     ],
 )  # fmt: skip
 async def test_what_is_no_question_is_refused_with_advice(changes: dict[str, Any], words: str) -> None:

@@ -186,7 +186,7 @@ def test_the_command_writes_a_file_or_says_why_not(tmp_path: Path, capsys: pytes
 
     assert run(0, str(tmp_path / "a.parquet")) == 1
     assert "log_segments" in capsys.readouterr().err
-    assert run(10, str(tmp_path / "a.csv")) == 1
+    assert run(10, str(tmp_path / "a.csv")) == 2
     assert ".parquet or .arrow" in capsys.readouterr().err
     assert main(["log", "export", str(tmp_path / "a.arrow"), "--http", "127.0.0.1:1"]) == 1
     assert "kvservice serve" in capsys.readouterr().err
