@@ -49,9 +49,7 @@ class Where:
 
     def __post_init__(self) -> None:
         if not self.node and (self.token or self.ca or self.client_cert or self.client_key):
-            raise InvalidInputError(
-                "--token, --ca, --client-cert, --client-key are for --node: a socket asks for none"
-            )
+            raise InvalidInputError("--token, --ca, --client-cert, --client-key are for --node: a socket asks for none")
         if self.token and not self.token.startswith(TOKEN_FILE):
             raise InvalidInputError("--token is file:PATH: everybody on this host sees a command's arguments")
 
