@@ -192,8 +192,8 @@ def test_in_an_engine_of_several_processes_the_model_is_found_with_and_without_t
 def test_preempted_members_are_restored_again(tiny_model: Path, service: ServiceProcess) -> None:
     small = {**ENGINE, "kv_cache_memory_bytes": 3 << 20}
     connector = {"address": service.address, "chunk_tokens": 64, "tenant": "preempted"}
-    plain = run_leg(tiny_model, PROMPTS, engine=ENGINE, max_tokens=96)
-    result = run_leg(tiny_model, PROMPTS, words=words_of(ALL), connector=connector, engine=small, max_tokens=96)
+    plain = run_leg(tiny_model, PROMPTS, engine=ENGINE, max_tokens=320)
+    result = run_leg(tiny_model, PROMPTS, words=words_of(ALL), connector=connector, engine=small, max_tokens=320)
     assert result.metrics["vllm:num_preemptions"] > 0
     assert result.tokens == plain.tokens
     assert result.leases == result.counts["hook_errors"] == 0
