@@ -355,6 +355,9 @@ async def take_turns(ways: dict[str, Way], servers: dict[str, Server], rounds: i
     measured = {(way, direction): Measured([]) for way in ways for direction in ("get", "put")}
     for number in range(rounds + 2):
         for direction in ("get", "put"):
+            for way in ways.values():
+                if isinstance(way, Stream):
+                    await way.link.ping()  # as in service, where it keeps a connection, and what that has mapped
             for name, way in ways.items():
                 slot = number % SLOTS
                 if direction == "put" and hasattr(way, "prepare_put"):

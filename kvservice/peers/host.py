@@ -93,12 +93,20 @@ class Held(Protocol):
         """It is not needed any more."""
 
 
+def _nothing(_: int) -> None:
+    return
+
+
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Where a record is received: ``view`` is writable until it is committed or aborted."""
+    """Where a record is received: ``view`` is writable until it is committed or aborted.
+
+    ``arrived`` is told up to where its bytes are there and stay as they are; what is whole of them is checked then.
+    """
 
     id: int
     view: memoryview
+    arrived: Callable[[int], None] = _nothing
 
 
 class HostSession(Protocol):

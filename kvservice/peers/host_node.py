@@ -244,7 +244,8 @@ class NodeSession:
         reservation = self._node.reserve(self._session, request)
         if reservation is None:
             return None
-        return Room(reservation.id, self._node.tier.view(reservation.extent).data)
+        reservation.check = check = self._node.store.check(reservation)
+        return Room(reservation.id, self._node.tier.view(reservation.extent).data, check.arrived)
 
     def commit(self, room: Room, header_checksum: int) -> int:
         """See HostSession."""

@@ -326,6 +326,7 @@ class PeerConnection:
                 )
             for first, last in pieces_of(at, end):
                 channel.receive_piece(room.view[first:last])
+                room.arrived(last)
             at = end
         self._allow(self._limits.slow_s, "a commit")
         header = channel.receive_header()

@@ -1,0 +1,133 @@
+"""What a record must be to be published: its bytes, against what was reserved and what its commit says.
+
+All at once at the commit; or layer by layer as the bytes come, where they come over a wire and nobody can change them
+any more: each layer is then still in the core's cache, and the commit has nothing left to read.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvservice.caches import POSITION_MAX, VerifiedRecord
+from kvservice.limits import ANGLE_MAX
+from kvservice.model.cache import CacheKind, CacheMeta
+from kvservice.model.errors import (
+    ChecksumMismatchError,
+    GeometryMismatchError,
+    InvalidInputError,
+    KVServiceError,
+    NonFiniteError,
+    TokenCountError,
+)
+from kvservice.model.segment import SEGMENT_TOKENS_MAX
+from kvservice.storage.arrival import HEAD_BYTES_MAX
+from kvservice.storage.buffer import BITS_OF_ELEMENT, Bytes, StorageBits
+from kvservice.storage.record import RecordReader
+
+if TYPE_CHECKING:
+    from kvservice.store import Reservation
+
+FINITE_CHUNK_BYTES = 512 << 10
+"""Looked at in one go, so that the second look finds it in the core's cache (16 MiB: 0.34 ms, in one piece 0.38)."""
+_SIGNED: dict[int, np.dtype[np.signedinteger[Any]]] = {2: np.dtype(np.int16), 4: np.dtype(np.int32)}
+# The largest finite value by its bits, without a sign; all bits above are infinities and NaNs.
+_LARGEST_FINITE = {"bfloat16": 0x7F7F, "float16": 0x7BFF, "float32": 0x7F7F_FFFF}
+
+
+class CommitCheck:
+    """The checks of one record, from its first byte to its last. One thread at a time."""
+
+    def __init__(self, reservation: "Reservation", view: Bytes) -> None:
+        self._reservation = reservation
+        self._view = view
+        self._reader: RecordReader | None = None
+        self._is_meta_right = False
+        self._layers = 0
+        self._fault: KVServiceError | None = None
+
+    def arrived(self, end: int) -> None:
+        """Bytes up to ``end`` are there and stay as they are: check what is whole. What is wrong is said at the end."""
+        if self._fault is not None or end < min(len(self._view), HEAD_BYTES_MAX):
+            return
+        try:
+            self._check(end)
+        except KVServiceError as error:
+            self._fault = error
+
+    def finish(self, header_checksum: int) -> VerifiedRecord:
+        """Check what is left. Raises KVServiceError for a record that is not what it should be."""
+        reader = self._open()
+        if reader.header_checksum != header_checksum:
+            raise ChecksumMismatchError(
+                f"the header's checksum is {reader.header_checksum:016x}, the commit says {header_checksum:016x}"
+            )
+        if self._fault is not None:
+            raise self._fault
+        self._check(len(self._view))
+        return VerifiedRecord(reader.meta, self._reservation.extent, reader.generation, self._reservation.prefill_s)
+
+    def _open(self) -> RecordReader:
+        if self._reader is None:
+            self._reader = RecordReader(self._view)
+        return self._reader
+
+    def _check(self, end: int) -> None:
+        reader = self._open()
+        if not self._is_meta_right:
+            _check_meta(self._reservation, reader.meta, reader.layout.record_bytes)
+            self._is_meta_right = True
+        ends = [*reader.layout.section_offsets[1:], reader.layout.record_bytes]
+        while self._layers < len(ends) and ends[self._layers] <= end:
+            self._check_layer(reader, self._layers)
+            self._layers += 1
+
+    def _check_layer(self, reader: RecordReader, layer: int) -> None:
+        reader.verify_layer(layer)
+        if reader.meta.geometry.is_opaque:
+            return  # bytes, no numbers
+        if not all(_is_finite(rows, reader.meta.geometry.dtype) for rows in _rows(reader, layer)):
+            raise NonFiniteError(
+                f"cache {self._reservation.key}: layer {layer} holds a NaN or an infinity; do not store it, "
+                "recompute it"
+            )
+
+
+def _rows(reader: RecordReader, layer: int) -> list[StorageBits]:
+    """The values that a layer stores. Raises CorruptError unless a mirror's run table makes sense."""
+    if reader.meta.kind is CacheKind.MIRROR:
+        return reader.mirror(layer)[1]
+    return [reader.section(layer).view(BITS_OF_ELEMENT[reader.meta.geometry.element_bytes])]
+
+
+def _is_finite(rows: StorageBits, dtype: str) -> bool:
+    """Is no value a NaN or an infinity? Two maxima, without a copy: signed for values above 0, unsigned for below.
+
+    Of a 16 MiB record 0.32 ms after the checksum's 0.27 ms; numpy lets go of the GIL.
+    """
+    largest, flat = _LARGEST_FINITE[dtype], rows.reshape(-1)
+    sign, step = 1 << (8 * flat.itemsize - 1), FINITE_CHUNK_BYTES // flat.itemsize
+    for start in range(0, len(flat), step):
+        chunk = flat[start : start + step]
+        above, below = np.maximum.reduce(chunk.view(_SIGNED[flat.itemsize])), np.maximum.reduce(chunk)
+        if above > largest or below > largest | sign:
+            return False
+    return True
+
+
+def _check_meta(reservation: "Reservation", meta: CacheMeta, record_bytes: int) -> None:
+    key, space = reservation.key, reservation.space
+    if meta.key != key or meta.namespace != space.namespace:
+        raise InvalidInputError(f"cache {key}: the record in its extent says that it is {meta.key}")
+    if meta.geometry != space.geometry:
+        raise GeometryMismatchError(f"cache {key}: its record has another geometry than the identity of its namespace")
+    if record_bytes != reservation.extent.length:
+        raise InvalidInputError(f"cache {key}: {record_bytes} bytes written, {reservation.extent.length} reserved")
+    if not 0 < meta.tokens <= SEGMENT_TOKENS_MAX or meta.position + meta.tokens > POSITION_MAX:
+        raise TokenCountError(f"cache {key}: {meta.tokens} tokens at {meta.position} are out of range")
+    if meta.position + meta.tokens > space.end_max:
+        raise InvalidInputError(
+            f"cache {key}: {meta.tokens} tokens at {meta.position} turn past {ANGLE_MAX:.0f} radians and could not be "
+            f"moved exactly; store it nearer to position 0, with its last token before {space.end_max}"
+        )
+    if meta.master != reservation.reference:
+        raise InvalidInputError(f"cache {key}: its record names another master than was reserved")
