@@ -76,7 +76,7 @@ class Leg:
         """All rounds."""
         found: list[dict[str, Any]] = []
         world = self.spec.get("rounds_said") or self.write_rounds()
-        self.warm_up()
+        self.warm_up(world[0])
         for number, one in enumerate(world):
             words = self.words(one, number) if self.spec["transfer"] else None
             before = self.counts()
@@ -137,9 +137,14 @@ class Leg:
             found.append({"kvservice": said})
         return found
 
-    def warm_up(self) -> None:
-        """Have everything loaded that a first prompt loads."""
+    def warm_up(self, first: Mapping[str, Any]) -> None:
+        """Have everything loaded that a first prompt loads; and every agent has spoken before the first round, so that
+        its history is in the engine's cache."""
         self.ask([list(range(1000, 1600))], None, max_tokens=2, ignore_eos=True)
+        histories = [
+            prompt[: segments[0][1]] for prompt, segments in zip(first["prompts"], first["segments"], strict=True)
+        ]
+        self.ask(histories, None, max_tokens=1, ignore_eos=True)
 
     def counts(self) -> dict[str, float]:
         """What the connectors have counted so far."""

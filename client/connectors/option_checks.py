@@ -24,6 +24,11 @@ def why(text: str) -> dict[str, str]:
     return {"why": text}
 
 
+def may_be_none(text: str) -> dict[str, Any]:
+    """Metadata of a number that may be 0: none of it."""
+    return {"why": text, "least": 0}
+
+
 def secret(text: str) -> dict[str, Any]:
     """Metadata of an option whose value is never repeated, whatever is wrong with it."""
     return {"why": text, "is_secret": True}
@@ -70,8 +75,11 @@ def _check_type(where: str, spec: Field[Any], value: object) -> None:
     if not is_right:
         given = f"it is {type(value).__name__}" if "is_secret" in spec.metadata else f"it is {value!r}"
         raise ConfigError(f"{where}: {name} must be {_TYPE_WORDS.get(kind, _MAPPING_WORDS)}, {given}")
-    if isinstance(value, int | float) and kind in (int, float) and not 0 < value < float("inf"):
-        raise ConfigError(f"{where}: {name} must be above 0 and finite, it is {value}")
+    if isinstance(value, int | float) and kind in (int, float):
+        is_least = value == spec.metadata.get("least")
+        if not (0 < value < float("inf") or is_least):
+            least = "0 or more" if "least" in spec.metadata else "above 0 and finite"
+            raise ConfigError(f"{where}: {name} must be {least}, it is {value}")
 
 
 def _unknown(name: str, known: list[str]) -> str:

@@ -48,6 +48,7 @@ def test_every_option_can_be_given() -> None:
         ("chunk_tokens", True, "must be a whole number"),
         ("chunk_tokens", 2.5, "must be a whole number"),
         ("chunk_tokens", 0, "must be above 0"),
+        ("refresh_tail_rows", -1, "must be 0 or more"),
         ("is_async", 1, "must be true or false"),
         ("is_async", "false", "must be true or false"),
         ("lookup_deadline_s", "1", "must be a number"),

@@ -65,7 +65,8 @@ class World:
     def __init__(self, service: Service, name: str, **options: Any) -> None:
         self.identity, self.clock, self.counts = engine_identity(name), Clock(), Counts()
         self.address = f"unix:{service.addresses.socket}"
-        self.options = ConnectorOptions.of({"address": self.address, "chunk_tokens": 8, **options}, BLOCK)
+        given = {"address": self.address, "chunk_tokens": 8, "refresh_tail_rows": 0, **options}
+        self.options = ConnectorOptions.of(given, BLOCK)
         self.link = Link(self.open_session, Breaker(self.clock, failures_max=2, slow_s=60.0))
         namespaces = [self.identity.namespace()]
         self.lookups = Lookups(self.link, namespaces, self.counts, self.clock)

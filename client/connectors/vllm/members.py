@@ -136,7 +136,7 @@ class Member:
             is_brought = not is_behind and (segment.position < local < segment.end or segment.end > promised_end)
             if (is_behind and not self._is_known(index)) or (is_brought and self._is_foreign(index)):
                 chunk = segment_chunk(self.prompt, index, is_refreshed=self.is_refreshed)
-                yield SegmentSave(chunk, index, is_brought)
+                yield SegmentSave(chunk, index, is_brought and self._found(index) is not None)
 
     def _is_known(self, index: int) -> bool:
         """Held under its own key already, or, unless others wait for its caches, found where as much stood before."""

@@ -6,7 +6,7 @@ A wrong option stops the engine's start, with the nearest name that exists. Impo
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from kvservice.client.connectors.option_checks import check_tenant, read_options, why
+from kvservice.client.connectors.option_checks import check_tenant, may_be_none, read_options, why
 from kvservice.client.connectors.service_options import ServiceOptions
 
 WHERE = "kv_connector_extra_config"
@@ -74,6 +74,10 @@ class ConnectorOptions(ServiceOptions):
     )
     refresh_rows_max: int = field(
         default=8192, metadata=why("rows that one step may order to be refreshed; a prompt with more is computed")
+    )
+    refresh_tail_rows: int = field(
+        default=64,
+        metadata=may_be_none("rows behind the last reused segment, a question, that a pass computes too; 0: none"),
     )
     lookup_deadline_s: float = field(
         default=0.5, metadata=why("a lookup not answered by then counts as a miss: the request is computed")

@@ -190,7 +190,14 @@ class Rounds:
             return exact_end
         if rows > self._options.refresh_rows_max:
             return exact_end
+        end = self._with_tail(member, end, end_max)
+        rows = end - exact_end
         return end if self._rows_ordered + rows <= self._options.refresh_rows_max else None
+
+    def _with_tail(self, member: Member, end: int, end_max: int) -> int:
+        """A step of the engine for a question alone costs what a step costs, however few rows it has."""
+        last = min(member.prompt.token_count, end_max)
+        return last if last - end <= self._options.refresh_tail_rows else end
 
     def ordered(self, rows: int) -> None:
         """So many rows of this step's passes are spoken for."""
