@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -72,7 +72,7 @@ class Finder:
         self._candidates_max, self._slice = limits.candidates_max, min(limits.lookup_slice, SLICE)
         self._clock = clock
         self._is_gated = is_gated
-        self._settled: dict[tuple[SegmentId, bytes], float] = {}
+        self._settled: OrderedDict[tuple[SegmentId, bytes], float] = OrderedDict()
 
     async def bring(self, session: Session, prompts: Iterable[wire.PromptQuery]) -> int:
         """Have on its way what other places hold of a lookup and this node does not; how many segments.
@@ -209,7 +209,7 @@ class Finder:
         if self._settled.get(key, -math.inf) > now_s - ASK_AGAIN_S:
             return False
         if len(self._settled) >= SETTLED_MAX:
-            del self._settled[next(iter(self._settled))]
+            self._settled.popitem(last=False)
         self._settled[key] = now_s
         return True
 

@@ -5,6 +5,7 @@ What is on SSD only is read for it. A delete that comes while a record is on its
 
 import asyncio
 import logging
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -68,7 +69,7 @@ class Giving:
         self._begin_load = begin_load
         self._on_undeleted = on_undeleted
         self._moving: dict[tuple[Place, Cache], _Move] = {}
-        self._given: dict[tuple[Place, Cache], None] = {}
+        self._given: OrderedDict[tuple[Place, Cache], None] = OrderedDict()
         """Masters that a place took, so that none is offered again with each of its mirrors. What is stored again after
         a delete is another Cache, and no mirror goes with one that was deleted."""
 
@@ -176,7 +177,7 @@ class Giving:
 
     def _remember(self, key: tuple[Place, Cache]) -> None:
         if len(self._given) >= GIVEN_MAX:
-            del self._given[next(iter(self._given))]
+            self._given.popitem(last=False)
         self._given[key] = None
 
     def _count_stored(self, cache: Cache, is_new: bool, started_s: float) -> None:

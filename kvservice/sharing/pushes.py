@@ -52,7 +52,7 @@ class Pushes:
     ) -> None:
         self._new: OrderedDict[Cache, tuple[float, bool]] = OrderedDict()  # when it is settled; is it but a copy?
         self._homeless: dict[Cache, None] = {}
-        self._refused: dict[Cache, Place] = {}  # by whom: full, or draining and not known to be yet
+        self._refused: OrderedDict[Cache, Place] = OrderedDict()  # by whom: full, or draining and not known to be yet
         self._lanes = Lanes()
         self._giving = Giving(catalog, tier, counters, clock, begin_load, self._delete_later)
         self._directory = directory
@@ -143,7 +143,7 @@ class Pushes:
         self._giving.forget()
         self._lanes.hurry()
         homeless, self._homeless = self._homeless, {}
-        self._refused = {cache: place for cache, place in self._refused.items() if not cache.is_hidden}
+        self._refused = OrderedDict((cache, place) for cache, place in self._refused.items() if not cache.is_hidden)
         for cache in (*homeless, *self._refused):
             self._new[cache] = -math.inf, False
             self._new.move_to_end(cache, last=False)
@@ -237,7 +237,7 @@ class Pushes:
     def _note_refused(self, cache: Cache, place: Place) -> None:
         """It stays here, unless it belongs somewhere else by now; or until then."""
         if len(self._refused) >= REFUSED_MAX:
-            del self._refused[next(iter(self._refused))]
+            self._refused.popitem(last=False)
         self._refused[cache] = place
         if place not in self._homes(cache):
             self._route(cache)
