@@ -1,7 +1,8 @@
 """Where other nodes stand with segments that are not found here: who owns them, and what they say. For people.
 
-Nothing is brought. A place that is asked is asked once, with the usual deadline, in the names of the one tenant whose
-prompt it is; what it leases for its answer is let go of at once. Cold storage is not asked: that costs a request a key.
+Nothing is brought here; to who is asked it is a question like that of a lookup. A place that is asked is asked once,
+with the usual deadline, in the names of the one tenant whose prompt it is; what it leases for its answer is let go of
+at once. Cold storage is not asked: that costs a request a key.
 """
 
 import asyncio

@@ -75,10 +75,14 @@ class NodeHost:
 
     def open(self, principal: Principal, name: str) -> "NodeSession":
         """See Host."""
-        session = self.loop.call(
-            lambda: self.node.open_session(f"peer {name}", [], may_write=True, principal=principal)
-        )
-        return NodeSession(self, session, principal)
+        return NodeSession(self, self.loop.call(lambda: self._open(principal, name)), principal)
+
+    def _open(self, principal: Principal, name: str) -> Session:
+        """Attached until its last connection has ended: whoever ends the session before that, a thread may still be
+        filling an extent of it, which must go to nobody else meanwhile."""
+        session = self.node.open_session(f"peer {name}", [], may_write=True, principal=principal)
+        self.node.store.attach(session)
+        return session
 
 
 class NodeSession:
@@ -279,7 +283,11 @@ class NodeSession:
 
     def close(self) -> None:
         """See HostSession."""
-        self._loop.post(lambda: self._node.close_session(self._session.id))
+        self._loop.post(self._close)
+
+    def _close(self) -> None:
+        self._node.close_session(self._session.id)
+        self._node.store.detach(self._session)
 
 
 def _is(cache: Cache, wanted: Fetch) -> bool:

@@ -80,6 +80,10 @@ class Call:
         """May it be sent again on another connection?"""
         return True
 
+    def must_lead(self, session: "ClientSession") -> bool:
+        """Is it so long that who sends it behind others could wait for room while the other side waits for a reader?"""
+        return False
+
     # By anybody
 
     @property
@@ -203,18 +207,18 @@ class Pool:
             lanes.append(lane)
             lane.start()
 
-    def take(self, is_record: bool, *, is_behind: bool, room: int) -> Call | None:
-        """The next call. ``is_behind``: others are on the lane already; then only one that fits behind them, without
-        waiting. None for a lane that has waited too long, which is struck off.
+    def take(self, is_record: bool, behind: "ClientSession | None" = None, room: int = 0) -> Call | None:
+        """The next call. ``behind``: others of that session are on the lane already; then only one that fits behind
+        them, without waiting. None for a lane that has waited too long, which is struck off.
         """
         with self._changed:
             queue, until_s = self._queues[is_record], self.clock() + self.limits.idle_s
             while not self._is_closed:
                 while queue and queue[0].is_done:
                     queue.popleft()
-                if queue and (not is_behind or self._fits_behind(queue[0], room)):
+                if queue and (behind is None or self._fits_behind(queue[0], behind, room)):
                     return queue.popleft()
-                if is_behind:
+                if behind is not None:
                     return None
                 left_s = until_s - self.clock()
                 if left_s <= 0:  # also while others are kept busy
@@ -224,8 +228,9 @@ class Pool:
                 self._idle[is_record] -= 1
             return None
 
-    def _fits_behind(self, call: Call, room: int) -> bool:
-        return not call.is_alone and call.expected_bytes <= room and not self._idle[call.is_record]
+    def _fits_behind(self, call: Call, session: "ClientSession", room: int) -> bool:
+        is_short = not call.is_alone and not call.must_lead(session)
+        return is_short and call.expected_bytes <= room and not self._idle[call.is_record]
 
     def retire(self, lane: "Lane") -> bool:
         """A lane without calls ends; False if one came meanwhile."""
@@ -311,9 +316,11 @@ class Lane:
         sent, limits, session = self._sent, self._pool.limits, self._session
         if sent and (len(sent) >= min(limits.fetches_max, session.fetches_max) or sent[-1][1].is_alone):
             return None
+        if sent and not self.is_record and self._channel is not None and self._channel.is_narrow:
+            return None
         bytes_max = min(limits.fetch_bytes_max, session.fetch_bytes_max)
         room = bytes_max - sum(call.expected_bytes for _, call in sent)
-        return self._pool.take(self.is_record, is_behind=bool(sent), room=room)
+        return self._pool.take(self.is_record, session if sent else None, room)
 
     def _guarded(self, step: Callable[[], None], begun: Call | None) -> None:
         """Whatever a step raises ends this connection, not the thread."""

@@ -58,6 +58,9 @@ class Channel:
     s/GB); over a network card the sender saves that copy.
     """
 
+    is_narrow = False
+    """Has it so little room that long questions and answers must take turns?"""
+
     def __init__(self, sock: socket.socket, *, sends_files: bool | None = None) -> None:
         self._sock = sock
         self._header = bytearray(HEADER.size)

@@ -69,10 +69,13 @@ class FindCall(Call):
         self._ttl_s, self._wait_s = ttl_s, wait_s
         self._session: ClientSession | None = None
 
+    def must_lead(self, session: ClientSession) -> bool:
+        """See Call."""
+        return bool(_new(self._identities, session))
+
     def send(self, channel: Channel, request: int, session: ClientSession) -> None:
         """See Call."""
-        self._session = session
-        new = [text for namespace, text in self._identities.items() if namespace not in session.registered]
+        self._session, new = session, _new(self._identities, session)
         queries = map(encode_query, self._queries)
         message = wire.PeerFind(identities=new, queries=queries, lease_ttl_s=self._ttl_s, wait_s=self._wait_s)
         channel.send(Kind.FIND, request, message)
@@ -159,14 +162,19 @@ class FetchCall(Call):
         self._target = target
         self._on_piece = on_piece
         self._identities = identities
+        self._session: ClientSession | None = None
+
+    def must_lead(self, session: ClientSession) -> bool:
+        """See Call."""
+        return bool(_new(self._identities, session))
 
     def send(self, channel: Channel, request: int, session: ClientSession) -> None:
         """See Call."""
         name, lease = self._record.name, self._record.lease if isinstance(self._record, PeerRecord) else None
         is_own = lease is None or lease.session is session
-        new = [text for namespace, text in self._identities.items() if namespace not in session.registered]
+        self._session = session
         message = wire.PeerFetch(
-            identities=new,
+            identities=_new(self._identities, session),
             namespace=name.namespace,
             key=encode_key(CacheKey(name.segment, name.context)),
             generation=self._record.head.generation,
@@ -183,6 +191,8 @@ class FetchCall(Call):
             if header.kind is Kind.ERROR:
                 said = channel.receive_message(header, wire.PeerError())
                 return error_from_code(said.code, said.message)
+            if self._session is not None:
+                self._session.registered.update(self._identities)
             self._receive_data(channel, _of(header, Kind.DATA), moved)
             if self.at == self._end:
                 with suppress(OSError):  # all is here: that the connection broke now is the next call's matter
@@ -233,7 +243,7 @@ class StoreCall(Call):
         asked, master = self._request, self._request.master
         self._session = session
         message = wire.PeerStore(
-            identities=[text for namespace, text in self._identities.items() if namespace not in session.registered],
+            identities=_new(self._identities, session),
             namespace=asked.namespace,
             key=encode_key(asked.key),
             record_bytes=asked.record_bytes,
@@ -287,7 +297,7 @@ class CountCall(Call):
     def send(self, channel: Channel, request: int, session: ClientSession) -> None:
         """See Call."""
         if isinstance(self._message, wire.PeerDelete):
-            new = [text for namespace, text in self._identities.items() if namespace not in session.registered]
+            new = _new(self._identities, session)
             del self._message.identities[:]
             self._message.identities.extend(new)
         channel.send(self._kind, request, self._message)
@@ -315,6 +325,11 @@ class PingCall(Call):
         except InvalidInputError as error:
             raise FrameError(str(error)) from error
         return None
+
+
+def _new(identities: Identities, session: ClientSession) -> list[str]:
+    """Those that the session was not told of yet: tens of KiB each."""
+    return [text for namespace, text in identities.items() if namespace not in session.registered]
 
 
 def _of(header: Header, kind: Kind) -> Header:

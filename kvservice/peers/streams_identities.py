@@ -30,5 +30,10 @@ class KnownIdentities:
 
     def find(self, namespace: Namespace) -> Identities:
         """Of a namespace, if it is known."""
-        text = self._kept.get(namespace) or self._identity_of(namespace)
-        return {} if text is None else {namespace: text}
+        text = self._kept.get(namespace)
+        if text is None:
+            text = self._identity_of(namespace)
+            if text is None:
+                return {}
+            self.keep(namespace, text)
+        return {namespace: text}

@@ -24,7 +24,7 @@ SEND_BUFFER_BYTES = 8 << 10
 Not of who asks: it must never wait for room, since it reads no answers meanwhile, and who answers would wait for that.
 """
 ASK_BUFFER_BYTES = 256 << 10
-"""Room for all questions that may be under way, and an identity: the kernel counts 3-5 KiB for each."""
+"""Room for all short questions that may be under way: the kernel counts 3-5 KiB for each. Long ones go alone."""
 LOCAL_IDLE_S = 2.5
 """A connection without calls is closed sooner than one of TCP: it keeps the memory of a node that has ended. A little
 more than between two pings."""
@@ -40,6 +40,8 @@ class LocalChannel(Channel):
 
     ``buffer_bytes``: of the socket, for what is sent.
     """
+
+    is_narrow = True
 
     def __init__(
         self, sock: socket.socket, arena: Arena, attached: AttachedArenas, buffer_bytes: int = SEND_BUFFER_BYTES

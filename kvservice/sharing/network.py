@@ -179,7 +179,7 @@ class Network:
         if settings.flight_port < 0:
             return
         server = FlightServer(
-            NodeHost(self._node, asyncio.get_running_loop(), self.facts),
+            NodeHost(self._node, asyncio.get_running_loop(), self.facts, self._guard.gate.buckets),
             (settings.peer_address, settings.flight_port),
             sessions=None if self._server is None else self._server.sessions,
             authorize=self._guard.authorize,

@@ -54,3 +54,12 @@ def test_the_same_is_stored_of_it_whoever_computed_it(make_world: MakeWorld, row
     start = HISTORIES[0] + RUN
     behind = [(save.chunk.start, save.chunk.end, save.prompt) for save in saves if save.chunk.end > HISTORIES[0]]
     assert behind == [(start, start + TAIL, None)]
+
+
+@pytest.mark.parametrize("rows_max", [40, 41])
+def test_a_question_that_no_step_has_room_for_keeps_nobody_waiting(make_world: MakeWorld, rows_max: int) -> None:
+    world = make_world(refresh_tail_rows=64, refresh_rows_max=rows_max)
+    requests = [world.agent(index) for index in range(3)]
+    world.settle_round(requests)
+    world.lead(requests[0])
+    assert world.settle_round(requests[1:2]) == [(HISTORIES[0] + RUN, True)]

@@ -190,9 +190,9 @@ class Rounds:
             return exact_end
         if rows > self._options.refresh_rows_max:
             return exact_end
-        end = self._with_tail(member, end, end_max)
-        rows = end - exact_end
-        return end if self._rows_ordered + rows <= self._options.refresh_rows_max else None
+        rows_left = self._options.refresh_rows_max - self._rows_ordered
+        fitting = (one for one in (self._with_tail(member, end, end_max), end) if one - exact_end <= rows_left)
+        return next(fitting, None)
 
     def _with_tail(self, member: Member, end: int, end_max: int) -> int:
         """A step of the engine for a question alone costs what a step costs, however few rows it has."""

@@ -280,6 +280,7 @@ class WorkerSide:
         self._counts.add("gather_seconds", self._clock() - began_s)
 
     def _begin_saving(self, paged: EnginePaged) -> None:
+        self._drop_saving()  # of an attempt that failed half-way
         self._saving = saving = self._saves.begin(self._orders.saves)
         if saving is not None:
             orders = [draft.order for draft in saving.drafts]
