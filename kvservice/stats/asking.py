@@ -5,7 +5,6 @@ this machine, and no redirection is followed. For what is on this machine no pro
 """
 
 import argparse
-import ipaddress
 import json
 import ssl
 import urllib.error
@@ -16,6 +15,7 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
+from kvservice import config
 from kvservice.config import Settings, process_environment
 from kvservice.model.errors import (
     ForbiddenError,
@@ -56,11 +56,8 @@ def add_secret_flags(parser: argparse.ArgumentParser, sources: str = "file:PATH 
 
 
 def is_loopback(host: str) -> bool:
-    """True for ``localhost`` and addresses of this machine alone."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
+    """True for ``localhost`` and addresses of this machine alone, also as they stand in a URL: ``[::1]``."""
+    return config.is_loopback(host.strip("[]"))
 
 
 @dataclass(frozen=True, slots=True)

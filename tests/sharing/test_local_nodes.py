@@ -3,7 +3,8 @@
 import os
 import signal
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,17 @@ from kvservice.peers.streams_client import PeerLink
 from kvservice.peers.streams_local_server import LocalServer
 from tests.access.certificates import Authority
 from tests.client.builders import assert_equal_bits, free_port
-from tests.sharing.nodes import held, live, prompt_of, shared_node, sidecar, until, without_shared_memory, worker
+from tests.sharing.nodes import (
+    Worker,
+    held,
+    live,
+    prompt_of,
+    shared_node,
+    sidecar,
+    until,
+    without_shared_memory,
+    worker,
+)
 from tests.sharing.test_processes import serving
 from tests.sharing.test_secured import TENANT, guarded, outside
 
@@ -44,6 +55,20 @@ def links(node: LocalNode) -> list[PeerLink]:
     return [link for link in (*first, *further) if isinstance(link, PeerLink)]
 
 
+@contextmanager
+def two_sidecars(folder: Path) -> Iterator[tuple[LocalNode, LocalNode, LocalNode, Worker, Worker]]:
+    """A shared node, two sidecars of it, and a worker at each."""
+    port = free_port()
+    with (
+        shared_node(folder / "shared", port) as shared,
+        sidecar(folder / "a", port) as first,
+        sidecar(folder / "b", port) as second,
+        worker(first) as writer,
+        worker(second) as reader,
+    ):
+        yield shared, first, second, writer, reader
+
+
 def local_server(node: LocalNode) -> LocalServer:
     found = node.peers._local_server
     assert found is not None
@@ -51,14 +76,7 @@ def local_server(node: LocalNode) -> LocalServer:
 
 
 def test_what_is_given_and_found_goes_through_shared_memory(tmp_path: Path) -> None:
-    port = free_port()
-    with (
-        shared_node(tmp_path / "shared", port) as shared,
-        sidecar(tmp_path / "a", port) as first,
-        sidecar(tmp_path / "b", port) as second,
-        worker(first) as writer,
-        worker(second) as reader,
-    ):
+    with two_sidecars(tmp_path) as (shared, first, second, writer, reader):
         meet(first, second)
         rows = writer.store(prompt_of(1))
         writer.pushed()
@@ -86,14 +104,7 @@ def others_arenas() -> int:
 
 
 def test_when_the_socket_is_gone_the_stream_takes_over(tmp_path: Path) -> None:
-    port = free_port()
-    with (
-        shared_node(tmp_path / "shared", port) as shared,
-        sidecar(tmp_path / "a", port) as first,
-        sidecar(tmp_path / "b", port) as second,
-        worker(first) as writer,
-        worker(second) as reader,
-    ):
+    with two_sidecars(tmp_path) as (shared, first, second, writer, reader):
         meet(first, second)
         rows = writer.store(prompt_of(1))
         writer.pushed()
@@ -115,7 +126,7 @@ def test_when_the_socket_is_gone_the_stream_takes_over(tmp_path: Path) -> None:
 def test_a_way_that_ends_in_the_middle_of_a_record_is_gone_on_with_over_the_stream(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    port, ended = free_port(), list[int]()
+    ended = list[int]()
     fetch = PeerLink.fetch
 
     async def end_in_the_middle(self, record, target, on_piece, start=0):  # type: ignore[no-untyped-def]
@@ -133,13 +144,7 @@ def test_a_way_that_ends_in_the_middle_of_a_record_is_gone_on_with_over_the_stre
     monkeypatch.setattr(PeerLink, "fetch", end_in_the_middle)
     monkeypatch.setattr("kvservice.peers.streams_channel.PIECE_BYTES", 4096)
     monkeypatch.setattr("kvservice.peers.streams_channel.DATA_BYTES_MAX", 4096)
-    with (
-        shared_node(tmp_path / "shared", port) as shared,
-        sidecar(tmp_path / "a", port) as first,
-        sidecar(tmp_path / "b", port) as second,
-        worker(first) as writer,
-        worker(second) as reader,
-    ):
+    with two_sidecars(tmp_path) as (shared, first, second, writer, reader):
         meet(first, second)
         rows = writer.store(prompt_of(1, tokens=800))
         writer.pushed()
@@ -152,14 +157,7 @@ def test_a_way_that_ends_in_the_middle_of_a_record_is_gone_on_with_over_the_stre
 
 
 def test_a_corrupt_byte_in_shared_memory_is_never_served(tmp_path: Path) -> None:
-    port = free_port()
-    with (
-        shared_node(tmp_path / "shared", port) as shared,
-        sidecar(tmp_path / "a", port) as first,
-        sidecar(tmp_path / "b", port) as second,
-        worker(first) as writer,
-        worker(second) as reader,
-    ):
+    with two_sidecars(tmp_path) as (shared, _, second, writer, reader):
         meet(second)
         writer.store(prompt_of(1))
         writer.pushed()

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from kvservice.client.connectors.vllm.paged import EnginePaged, Place
-from kvservice.client.connectors.vllm.staging import Staging
+from kvservice.client.connectors.vllm.staging import Staging, split_layers
 from kvservice.client.paged import PagedSegment, Slots, layer_rotations
 from kvservice.kernels import cpu
 from kvservice.kernels.shapes import Bits, Target, check_dtype
@@ -18,7 +18,6 @@ from kvservice.model.errors import InvalidInputError
 from kvservice.model.identity import Identity
 from kvservice.storage.buffer import Bytes, StorageBits
 from kvservice.storage.record import RecordReader
-from kvservice.storage.record_layout import RowSizes
 
 
 class StagedRows:
@@ -76,7 +75,7 @@ class Snapshot(StagedRows):
         engine_slots = [slots[slots >= 0] for slots in prompts]
         self._place = Place(torch.from_numpy(np.concatenate([np.empty(0, np.int64), *engine_slots])))
         self._slots = _row_numbers(prompts)
-        self._planes = _split(buffer, identity, len(self._place))
+        self._planes = split_layers(buffer, identity.geometry, len(self._place))
         super().__init__(identity, self._planes)
         self._taken = 0
 
@@ -125,14 +124,6 @@ class Snapshot(StagedRows):
         assert self._buffer is not None, "the snapshot was closed"
         assert layer < self._taken, f"layer {layer} was not taken yet"
         return super().gather_layer(layer, slots, out)
-
-
-def _split(buffer: Bytes, identity: Identity, rows: int) -> list[list[StorageBits]]:
-    """Per layer, per plane a view ``[rows, row_elements]`` of the buffer."""
-    geometry, sizes = identity.geometry, RowSizes.of(identity.geometry)
-    step = rows * geometry.token_layer_bytes
-    counts = [rows] * len(geometry.planes)
-    return [sizes.split(buffer[layer * step : (layer + 1) * step], counts) for layer in range(geometry.layers)]
 
 
 def _row_numbers(prompts: Sequence[Slots]) -> list[Slots]:

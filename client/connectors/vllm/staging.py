@@ -86,13 +86,15 @@ class Gathered:
     def of(cls, orders: Sequence[SaveOrder], geometry: Geometry, buffer: Bytes) -> "Gathered":
         """Rows of ``orders`` in ``buffer``, of ``geometry.token_bytes`` a token at least. Nothing is written yet."""
         ends = list(accumulate(order.chunk.tokens for order in orders))
-        rows, step = ends[-1], ends[-1] * geometry.token_layer_bytes
-        sizes, counts = RowSizes.of(geometry), [rows] * len(geometry.planes)
-        planes = tuple(
-            sizes.split(buffer[layer * step : (layer + 1) * step], counts) for layer in range(geometry.layers)
-        )
+        planes = split_layers(buffer, geometry, ends[-1])
         drafts = (
             Draft(order, [[plane[end - order.chunk.tokens : end] for plane in layer] for layer in planes])
             for order, end in zip(orders, ends, strict=True)
         )
-        return cls(tuple(drafts), planes, buffer)
+        return cls(tuple(drafts), tuple(planes), buffer)
+
+
+def split_layers(buffer: Bytes, geometry: Geometry, rows: int) -> list[list[StorageBits]]:
+    """Per layer, per plane a view ``[rows, row_elements]`` of a buffer, which may be longer."""
+    step, sizes, counts = rows * geometry.token_layer_bytes, RowSizes.of(geometry), [rows] * len(geometry.planes)
+    return [sizes.split(buffer[layer * step : (layer + 1) * step], counts) for layer in range(geometry.layers)]
