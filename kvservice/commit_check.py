@@ -20,7 +20,7 @@ from kvservice.model.errors import (
     TokenCountError,
 )
 from kvservice.model.segment import SEGMENT_TOKENS_MAX
-from kvservice.storage.arrival import HEAD_BYTES_MAX
+from kvservice.storage.arrival import is_head_here
 from kvservice.storage.buffer import BITS_OF_ELEMENT, Bytes, StorageBits
 from kvservice.storage.record import RecordReader
 
@@ -47,7 +47,7 @@ class CommitCheck:
 
     def arrived(self, end: int) -> None:
         """Bytes up to ``end`` are there and stay as they are: check what is whole. What is wrong is said at the end."""
-        if self._fault is not None or end < min(len(self._view), HEAD_BYTES_MAX):
+        if self._fault is not None or (self._reader is None and not is_head_here(self._view, end)):
             return
         try:
             self._check(end)

@@ -7,12 +7,19 @@ from kvservice.model.errors import CorruptError, RecordFormatError
 from kvservice.model.identity import Namespace
 from kvservice.model.segment import CacheKey
 from kvservice.storage.buffer import Bytes
-from kvservice.storage.record_header import HEADER_BYTES_MAX, PREFIX_BYTES
+from kvservice.storage.record_header import HEADER_BYTES_MAX, PREFIX, PREFIX_BYTES
 from kvservice.storage.record_layout import SECTION_ALIGNMENT
 from kvservice.storage.record_reader import RecordReader
 
-HEAD_BYTES_MAX = PREFIX_BYTES + HEADER_BYTES_MAX + SECTION_ALIGNMENT
-"""Behind this no record's head and its padding reach."""
+
+def is_head_here(target: Bytes, end: int) -> bool:
+    """Is the head with its padding among the first ``end`` bytes, as far as its prefix can be believed?"""
+    if end < min(len(target), PREFIX_BYTES):
+        return False
+    if len(target) < PREFIX_BYTES:
+        return True
+    header_bytes: int = min(PREFIX.unpack(target[:PREFIX_BYTES].tobytes())[3], HEADER_BYTES_MAX)
+    return end >= min(len(target), PREFIX_BYTES + header_bytes + SECTION_ALIGNMENT)
 
 
 class RecordArrival:
@@ -48,7 +55,7 @@ class RecordArrival:
             self._waiting[start] = end
             while self._end in self._waiting:
                 self._end = self._waiting.pop(self._end)
-            if self._end >= min(len(self._target), HEAD_BYTES_MAX):
+            if self._reader is not None or is_head_here(self._target, self._end):
                 self._verify()
             return self._layers
 

@@ -151,7 +151,7 @@ class FlightLink:
         self.counters.corrupt += corrupt
         return findings, lease
 
-    async def find(self, questions: Sequence[Question]) -> list[Offer | None]:
+    async def find(self, questions: Sequence[Question], ahead_bytes: int = 0) -> list[Offer | None]:
         """See Carrier."""
         identities = {one.space.namespace: self._identity(one.space) for one in questions}
         findings = await self.find_all(list(map(query_of, questions)), identities, ttl_s=self.limits.lease_ttl_s)

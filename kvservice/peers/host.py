@@ -37,10 +37,14 @@ class Query(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FoundHead:
-    """Prefix and header of a record, as they lie in memory; not verified."""
+    """Prefix and header of a record, as they lie in memory; not verified.
+
+    ``ahead_bytes``: of the record, from its start to the end of a layer, that come right behind the answer.
+    """
 
     head: bytes
     prefill_s: float
+    ahead_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +56,6 @@ class Answer:
     affinity: int = 0
     record: FoundHead | None = None
     master: FoundHead | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """Answers in the order of the queries. ``lease_id`` is 0 if nothing was found."""
-
-    lease_id: int
-    ttl_s: float
-    answers: tuple[Answer, ...]
 
 
 class Fetch(NamedTuple):
@@ -93,6 +88,26 @@ class Held(Protocol):
         """It is not needed any more."""
 
 
+class Ahead(NamedTuple):
+    """The first bytes of a record that was found; whoever gets it releases it."""
+
+    held: Held
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Answers in the order of the queries. ``lease_id`` is 0 if nothing was found.
+
+    ``ahead``: what is to be sent behind them, in the order of the heads that say so, masters before mirrors.
+    """
+
+    lease_id: int
+    ttl_s: float
+    answers: tuple[Answer, ...]
+    ahead: tuple[Ahead, ...] = ()
+
+
 def _nothing(_: int) -> None:
     return
 
@@ -115,8 +130,11 @@ class HostSession(Protocol):
     def register(self, identities: Sequence[str]) -> None:
         """Know these namespaces from now on; one that the caller may not see is as one that holds nothing."""
 
-    def find(self, queries: Sequence[Query], ttl_s: float, wait_s: float) -> Found:
-        """Answer under one lease. Raises InvalidInputError for a namespace that was not registered."""
+    def find(self, queries: Sequence[Query], ttl_s: float, wait_s: float, ahead_bytes: int = 0) -> Found:
+        """Answer under one lease. Raises InvalidInputError for a namespace that was not registered.
+
+        ``ahead_bytes``: of first layers, at most, that are sent along.
+        """
 
     def renew(self, lease_ids: Sequence[int], ttl_s: float) -> int:
         """How many are still held."""

@@ -30,6 +30,12 @@ class NodeHeld:
         self._view = arena.slice(cache.extent)
         self.source = Source(self._view.data, arena.descriptor(), cache.extent.offset)
 
+    @property
+    def first_layer_end(self) -> int:
+        """Where the first layer ends in the record, which must have arrived. Raises CorruptError or RecordFormatError
+        for what is no record."""
+        return self._end_of(1)
+
     def wait(self, beyond: int) -> int:
         """See Held."""
         if self._load is None:

@@ -24,14 +24,32 @@ class NodeLoop:
         self._post(lambda: _run(work, done))
         return self._result(done, LOOP_S_MAX)
 
-    def wait_for(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """The same for what takes its time; it is cancelled when the time is up."""
+    def wait_for(
+        self, work: Coroutine[Any, Any, T], timeout_s: float, undo: Callable[[T], object] = lambda _: None
+    ) -> T:
+        """The same for what takes its time; it is cancelled when the time is up. ``undo``: on the loop, with what came
+        just then, which nobody takes any more."""
+        done: Future[T] = Future()
+        tasks: list[asyncio.Task[None]] = []
+
+        def begin() -> None:
+            if done.cancelled():
+                work.close()
+                return
+            task = self._loop.create_task(_follow(work, done, undo))
+            task.add_done_callback(lambda _: _end(work, done))
+            tasks.append(task)
+
         try:
-            done = asyncio.run_coroutine_threadsafe(work, self._loop)
-        except RuntimeError as error:
+            self._post(begin)
+        except UnavailableError:
             work.close()
-            raise UnavailableError(f"the node is stopping: {error}") from error
-        return self._result(done, timeout_s)
+            raise
+        try:
+            return self._result(done, timeout_s)
+        finally:
+            if done.cancelled():
+                self.post(lambda: [task.cancel() for task in tasks])
 
     def post(self, work: Callable[[], object]) -> None:
         """Have the loop do it, soon; a loop that has ended has nothing left to undo."""
@@ -53,6 +71,28 @@ class NodeLoop:
             if not done.cancel() and not done.cancelled():
                 return done.result()  # it came to its end, or is about to: what it took must be given back by somebody
             raise UnavailableError(f"the node did not come to it within {timeout_s:g} s, or is stopping") from error
+
+
+def _end(work: Coroutine[Any, Any, T], done: "Future[T]") -> None:
+    """No more comes of it; cancelled in time, it has never begun."""
+    work.close()
+    done.cancel()
+
+
+async def _follow(work: Coroutine[Any, Any, T], done: "Future[T]", undo: Callable[[T], object]) -> None:
+    try:
+        result = await work
+    except asyncio.CancelledError:
+        done.cancel()
+        raise
+    except BaseException as error:  # noqa: BLE001  it is raised where somebody waits for it
+        if done.set_running_or_notify_cancel():
+            done.set_exception(error)
+    else:
+        if done.set_running_or_notify_cancel():
+            done.set_result(result)
+        else:
+            undo(result)
 
 
 def _run(work: Callable[[], T], done: "Future[T]") -> None:

@@ -7,7 +7,7 @@ of their own: a lease may run out in the middle of a record.
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from kvservice.access.buckets import Buckets
 from kvservice.access.principal import Principal
@@ -30,13 +30,12 @@ from kvservice.model.identity import Namespace, identity_from_json
 from kvservice.model.limits import IDENTITIES_PER_SESSION_MAX
 from kvservice.model.segment import MARK_BYTES, CacheKey
 from kvservice.node import Node
-from kvservice.peers.host import Answer, Fetch, Found, FoundHead, Held, Query, Room
+from kvservice.peers.host import Fetch, Found, Held, Query, Room
+from kvservice.peers.host_found import FoundPlace, answers_of, places_of
 from kvservice.peers.host_held import NodeHeld
 from kvservice.peers.host_loop import LOOP_S_MAX, NodeLoop
 from kvservice.peers.member import Facts
 from kvservice.sessions import Session
-from kvservice.storage.buffer import Bytes
-from kvservice.storage.record_header import HEADER_BYTES_MAX, PREFIX, PREFIX_BYTES
 from kvservice.store import WriteRequest
 
 FIND_WAIT_S_MAX = 5.0
@@ -108,16 +107,26 @@ class NodeSession:
 
     # Finding
 
-    def find(self, queries: Sequence[Query], ttl_s: float, wait_s: float) -> Found:
+    def find(self, queries: Sequence[Query], ttl_s: float, wait_s: float, ahead_bytes: int = 0) -> Found:
         """See HostSession."""
         for query in queries:
             if len(query.marks) > MARKS_BYTES_MAX or len(query.marks) % MARK_BYTES:
                 raise InvalidInputError(f"marks have {MARK_BYTES} bytes each, {MARKS_BYTES_MAX} at most")
         wait_s = min(max(wait_s, 0.0), FIND_WAIT_S_MAX)
-        lease_id, granted_s, places = self._loop.wait_for(self._find(queries, ttl_s, wait_s), LOOP_S_MAX + wait_s)
-        return Found(lease_id, granted_s, tuple(place.answer() for place in places))
+        finding = self._find(queries, ttl_s, wait_s, ahead_bytes)
+        lease_id, granted_s, places = self._loop.wait_for(finding, LOOP_S_MAX + wait_s, self._take_back)
+        return Found(lease_id, granted_s, *answers_of(places, ahead_bytes))
 
-    async def _find(self, queries: Sequence[Query], ttl_s: float, wait_s: float) -> "tuple[int, float, list[_Place]]":
+    def _take_back(self, found: tuple[int, float, list[FoundPlace]]) -> None:
+        lease_id, _, places = found
+        for held in (one.held for place in places for one in place.records):
+            if held is not None:
+                held.release()
+        self._node.release(self._session, [lease_id] if lease_id else [])
+
+    async def _find(
+        self, queries: Sequence[Query], ttl_s: float, wait_s: float, ahead_bytes: int
+    ) -> tuple[int, float, list[FoundPlace]]:
         node, session = self._node, self._session
         self._host.buckets.admit(self._principal)
         spaces = [self._space(query.namespace) for query in queries]
@@ -139,7 +148,6 @@ class NodeSession:
             if loads:
                 await _until_begun(loads, end_s)
                 findings = [_readable(node, finding) for finding in findings]
-            places = [_place(node, finding) for finding in findings]
         except BaseException:
             for query, space in zip(queries, spaces, strict=True):
                 node.accounts.of(space).count_broken_off(query.tokens)
@@ -149,6 +157,7 @@ class NodeSession:
         is_leased = bool(grant.caches)
         if not is_leased:
             node.leases.end_if_live(grant)
+        places = places_of(node, self._loop, findings, ahead_bytes)
         return (grant.id, grant.ttl_s, places) if is_leased else (0, 0.0, places)
 
     def _answer(self, space: Space, query: Query, grant: Grant) -> Finding:
@@ -327,38 +336,3 @@ def _readable(node: Node, finding: Finding) -> Finding:
     if node.catalog.is_condemned(finding.cache) or any(load.error is not None for load in _loads(node, finding)):
         return CORRUPT
     return NO_ROOM if any(not load.layers for load in _loads(node, finding)) else finding
-
-
-class _Head(NamedTuple):
-    """Where a record lies that was found."""
-
-    view: Bytes
-    prefill_s: float
-
-    def read(self) -> FoundHead:
-        """A copy of prefix and header; whoever gets it verifies it."""
-        header_bytes = min(PREFIX.unpack(self.view[:PREFIX_BYTES].tobytes())[3], HEADER_BYTES_MAX)
-        return FoundHead(self.view[: PREFIX_BYTES + header_bytes].tobytes(), self.prefill_s)
-
-
-class _Place(NamedTuple):
-    """A finding and where its records lie, as the loop knew it."""
-
-    finding: Finding
-    record: _Head | None = None
-    master: _Head | None = None
-
-    def answer(self) -> Answer:
-        """Its answer, by a connection's thread: the lease holds what it reads; if that ran out, it reads rubbish."""
-        finding, record, master = self
-        heads = (None if record is None else record.read(), None if master is None else master.read())
-        return Answer(finding.match, finding.miss_reason, finding.affinity, *heads)
-
-
-def _place(node: Node, finding: Finding) -> _Place:
-    cache, arena = finding.cache, node.tier.arena
-    if cache is None:
-        return _Place(finding)
-    record = _Head(arena.slice(cache.extent), cache.prefill_s)
-    master = cache.master
-    return _Place(finding, record, None if master is None else _Head(arena.slice(master.extent), master.prefill_s))

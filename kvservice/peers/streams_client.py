@@ -148,11 +148,11 @@ class PeerLink:
         return self._clock() - started_s
 
     async def find_all(
-        self, queries: Sequence[Query], identities: Mapping[Namespace, str], *, ttl_s: float = 0.0
+        self, queries: Sequence[Query], identities: Mapping[Namespace, str], *, ttl_s: float = 0.0, ahead_bytes: int = 0
     ) -> list[PeerFinding]:
         """What answers each query; all that is found is leased. ``identities``: canonical JSON of their namespaces.
 
-        A long list is asked in several questions, each with a lease of its own.
+        A long list is asked in several questions, each with a lease of its own. ``ahead_bytes``: see Carrier.
         """
         step, deadline_s = min(self.limits.find_queries_max, self._dialler.find_queries_max), self.limits.deadline_s
         for namespace, text in identities.items():
@@ -161,6 +161,8 @@ class PeerLink:
             FindCall(part, {one.namespace: identities[one.namespace] for one in part}, ttl_s, deadline_s / 2)
             for part in (queries[at : at + step] for at in range(0, len(queries), step))
         ]
+        for call in calls[:1]:
+            call.take_ahead(ahead_bytes)
         results = await asyncio.gather(*(self._run(call) for call in calls), return_exceptions=True)
         for result in results:
             if isinstance(result, BaseException):
@@ -173,11 +175,11 @@ class PeerLink:
                 self._release(call.lease)  # of heads that lied
         return [finding for call in calls for finding in call.findings]
 
-    async def find(self, questions: Sequence[Question]) -> list[Offer | None]:
+    async def find(self, questions: Sequence[Question], ahead_bytes: int = 0) -> list[Offer | None]:
         """See Place."""
         queries = [query_of(question) for question in questions]
         identities = {one.space.namespace: self._identities.of(one.space) for one in questions}
-        findings = await self.find_all(queries, identities, ttl_s=self.limits.lease_ttl_s)
+        findings = await self.find_all(queries, identities, ttl_s=self.limits.lease_ttl_s, ahead_bytes=ahead_bytes)
         return [None if one.record is None else Offer(one.record, one.master) for one in findings]
 
     def let_go(self, records: Iterable[RemoteRecord]) -> None:

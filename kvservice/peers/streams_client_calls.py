@@ -1,7 +1,7 @@
 """The calls that a node makes to another: what each sends, and how its answer is taken in. Run by a lane's thread."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -17,6 +17,7 @@ from kvservice.peers.member import Facts
 from kvservice.peers.pool import Call, ClientSession, StoppedError
 from kvservice.peers.streams_channel import Channel, Source, pieces_of
 from kvservice.peers.streams_messages import decode_answer, decode_facts, encode_key, encode_query
+from kvservice.storage.buffer import Bytes
 from kvservice.storage.record_reader import RecordHead, read_head
 from kvservice.storage.remote.contract import OnPiece, RemoteName, RemoteRecord
 from kvservice.store import WriteRequest
@@ -66,8 +67,12 @@ class FindCall(Call):
         self.corrupt = 0
         self._queries = queries
         self._identities = identities
-        self._ttl_s, self._wait_s = ttl_s, wait_s
+        self._ttl_s, self._wait_s, self._ahead_bytes = ttl_s, wait_s, 0
         self._session: ClientSession | None = None
+
+    def take_ahead(self, count: int) -> None:
+        """So many bytes of first layers, at most, may come with the answer."""
+        self.expected_bytes = self._ahead_bytes = count
 
     def must_lead(self, session: ClientSession) -> bool:
         """See Call."""
@@ -77,7 +82,13 @@ class FindCall(Call):
         """See Call."""
         self._session, new = session, _new(self._identities, session)
         queries = map(encode_query, self._queries)
-        message = wire.PeerFind(identities=new, queries=queries, lease_ttl_s=self._ttl_s, wait_s=self._wait_s)
+        message = wire.PeerFind(
+            identities=new,
+            queries=queries,
+            lease_ttl_s=self._ttl_s,
+            wait_s=self._wait_s,
+            ahead_bytes=self._ahead_bytes,
+        )
         channel.send(Kind.FIND, request, message)
 
     def receive(self, channel: Channel, header: Header, moved: Callable[[], None]) -> KVServiceError | None:
@@ -86,20 +97,59 @@ class FindCall(Call):
         if len(found.answers) != len(self._queries) or self._session is None:
             raise FrameError(f"{len(found.answers)} answers to {len(self._queries)} questions")
         self._session.registered.update(self._identities)
+        ahead = self._receive_ahead(channel, header.request, found, moved)
         try:
-            self.findings, self.lease, self.corrupt = take_found(self._queries, found, self._session)
+            self.findings, self.lease, self.corrupt = take_found(self._queries, found, self._session, ahead)
         except InvalidInputError as error:
             raise FrameError(str(error)) from error
         return None
 
+    def _receive_ahead(
+        self, channel: Channel, request: int, found: wire.PeerFound, moved: Callable[[], None]
+    ) -> list[Bytes]:
+        """The first bytes of each record that has some, in the order of the heads."""
+        counts = [one.ahead_bytes for answer in found.answers for one in _heads(answer) if one.ahead_bytes]
+        if sum(counts) > self._ahead_bytes:
+            raise FrameError(f"{sum(counts)} bytes come with an answer, {self._ahead_bytes} were asked for")
+        ahead = [np.empty(count, np.uint8) for count in counts]
+        for target in ahead:
+            _receive_all(channel, request, target.data, moved)
+        if ahead:
+            with suppress(OSError):  # all is here: that the connection broke now is the next call's matter
+                channel.send(Kind.GOT, request)
+        return ahead
+
+
+def _heads(answer: wire.PeerAnswer) -> Iterator[wire.PeerHead]:
+    """A master before its mirror."""
+    return (getattr(answer, name) for name in ("master", "record") if answer.HasField(name))
+
+
+def _receive_all(channel: Channel, request: int, target: memoryview, moved: Callable[[], None]) -> None:
+    """Fill ``target`` from data frames of a request."""
+    at = 0
+    while at < len(target):
+        header = _of(channel.receive_header(), Kind.DATA)
+        end = at + header.payload_bytes
+        if header.request != request or end > len(target):
+            raise FrameError(f"data of request {header.request} up to byte {end}, of {len(target)} of {request}")
+        for first, last in pieces_of(at, end):
+            channel.receive_piece(target[first:last])
+            moved()
+        at = end
+
 
 def take_found(
-    queries: Sequence[Query], found: wire.PeerFound, session: ClientSession
+    queries: Sequence[Query], found: wire.PeerFound, session: ClientSession, ahead: Iterable[Bytes] = ()
 ) -> tuple[list[PeerFinding], PeerLease | None, int]:
-    """Findings in the order of the queries, what leases them, and how many heads lied. Raises InvalidInputError."""
+    """Findings in the order of the queries, what leases them, and how many heads lied. Raises InvalidInputError.
+
+    ``ahead``: what came of the records that say so, in the order of the heads.
+    """
     lease = PeerLease(found.lease_id, session) if found.lease_id else None
     answers = [decode_answer(answer) for answer in found.answers]
-    checked = [_checked(*pair, lease) for pair in zip(queries, answers, strict=True)]
+    came = iter(ahead)
+    checked = [_checked(*pair, lease, came) for pair in zip(queries, answers, strict=True)]
     findings = [finding for finding, _ in checked]
     if lease is not None:
         records = (one for finding in findings for one in (finding.record, finding.master))
@@ -107,26 +157,29 @@ def take_found(
     return findings, lease, sum(is_wrong for _, is_wrong in checked)
 
 
-def _checked(query: Query, answer: Answer, lease: PeerLease | None) -> tuple[PeerFinding, bool]:
+def _checked(query: Query, answer: Answer, lease: PeerLease | None, came: Iterator[Bytes]) -> tuple[PeerFinding, bool]:
     """True: a head lied."""
     if answer.record is None:
         return PeerFinding(Match.NONE, answer.miss_reason, answer.affinity), False
+    heads = (answer.master, answer.record)
+    of_master, of_record = [next(came, None) if one is not None and one.ahead_bytes else None for one in heads]
     try:
-        record = _record(query, answer.record, lease)
-        master = None if answer.master is None else _record(query, answer.master, lease)
+        record = _record(query, answer.record, lease, of_record)
+        master = None if answer.master is None else _record(query, answer.master, lease, of_master)
         _check_answer(query, answer.match, record.head, None if master is None else master.head)
     except (CorruptError, RecordFormatError, InvalidInputError):
         return PeerFinding(Match.NONE, MissReason.CORRUPT, answer.affinity), True
     return PeerFinding(answer.match, MissReason.NONE, answer.affinity, record, master), False
 
 
-def _record(query: Query, said: FoundHead, lease: PeerLease | None) -> PeerRecord:
+def _record(query: Query, said: FoundHead, lease: PeerLease | None, ahead: Bytes | None) -> PeerRecord:
     """Raises CorruptError or RecordFormatError for a head that lies."""
     buffer = np.empty(len(said.head), np.uint8)
     buffer[:] = np.frombuffer(said.head, np.uint8)
     head = read_head(buffer)
     name = RemoteName(query.namespace, head.meta.key.segment, head.meta.key.context)
-    return PeerRecord(name, head, said.prefill_s, f"{head.generation:016x}", lease)
+    is_part = ahead is not None and len(ahead) <= head.layout.record_bytes
+    return PeerRecord(name, head, said.prefill_s, f"{head.generation:016x}", ahead if is_part else None, lease)
 
 
 def _check_answer(query: Query, match: Match, record: RecordHead, master: RecordHead | None) -> None:

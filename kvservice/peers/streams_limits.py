@@ -12,6 +12,7 @@ class ServerLimits:
     ``slow_s``: for one frame of at most 2 MiB to be taken or brought by the other side: slower ones are cut off.
     ``host_s``: for the node behind. ``proof_s``: how often it is looked at whether what proved a caller still does.
     ``fetches_max``: records of one connection that were sent and not confirmed. ``sends_files``: see Channel.
+    ``ahead_bytes_max``: of first layers that go with one answer.
     """
 
     connections_max: int = 512
@@ -26,6 +27,7 @@ class ServerLimits:
     sends_files: bool | None = None
     fetches_max: int = 64
     fetch_bytes_max: int = 256 * MIB
+    ahead_bytes_max: int = 8 * MIB
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,7 +108,9 @@ def _encode_answer(answer: Answer) -> wire.PeerAnswer:
 
 
 def _encode_head(head: FoundHead | None) -> wire.PeerHead | None:
-    return None if head is None else wire.PeerHead(head=head.head, prefill_s=head.prefill_s)
+    return (
+        None if head is None else wire.PeerHead(head=head.head, prefill_s=head.prefill_s, ahead_bytes=head.ahead_bytes)
+    )
 
 
 def decode_answer(said: wire.PeerAnswer) -> Answer:
@@ -126,7 +128,7 @@ def decode_answer(said: wire.PeerAnswer) -> Answer:
 
 def _decode_head(said: wire.PeerHead) -> FoundHead:
     is_time = math.isfinite(said.prefill_s) and 0 <= said.prefill_s <= PREFILL_S_MAX
-    return FoundHead(said.head, said.prefill_s if is_time else 0.0)
+    return FoundHead(said.head, said.prefill_s if is_time else 0.0, said.ahead_bytes)
 
 
 def decode_fetch(said: wire.PeerFetch) -> Fetch:

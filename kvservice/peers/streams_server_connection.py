@@ -81,7 +81,7 @@ class PeerConnection:
         self.counters = ConnectionCounters()
         self._session: PeerSession | None = None
         self._is_by_certificate = False
-        self._unconfirmed: dict[int, Held] = {}
+        self._unconfirmed: dict[int, list[Held]] = {}
         self._answers = {
             Kind.FIND: self._find,
             Kind.FETCH: self._fetch,
@@ -120,9 +120,8 @@ class PeerConnection:
 
     def _end(self) -> None:
         self._channel.close(at_once=bool(self._unconfirmed))
-        for held in self._unconfirmed.values():
-            held.release()
-        self._unconfirmed.clear()
+        for request in list(self._unconfirmed):
+            self._let_go(request)
         if self._session is not None:
             self._sessions.leave(self._session, self)
 
@@ -244,24 +243,34 @@ class PeerConnection:
             raise LimitError(f"{len(asked.queries)} segments in one question, the limit is {limit}; split it")
         self._register(asked.identities)
         queries = [decode_query(query) for query in asked.queries]
-        found = encode_found(self._node.find(queries, asked.lease_ttl_s, asked.wait_s))
+        ahead_bytes = 0 if self._is_full(header) else min(asked.ahead_bytes, self._limits.ahead_bytes_max)
+        result = self._node.find(queries, asked.lease_ttl_s, asked.wait_s, ahead_bytes)
+        if result.ahead:
+            self._unconfirmed[header.request] = [one.held for one in result.ahead]
+        found = encode_found(result)
         if found.ByteSize() > MESSAGE_BYTES_MAX:
+            self._let_go(header.request)
             self._node.release([found.lease_id])
             raise LimitError(f"{len(queries)} segments have too long an answer for one frame; split the question")
         self._reply(header, Kind.FOUND, found)
+        for one in result.ahead:
+            self._send_bytes(header.request, one.held, 0, one.bytes)
+
+    def _is_full(self, header: Header) -> bool:
+        """Is as much unconfirmed as may be, or this very request?"""
+        return len(self._unconfirmed) >= self._limits.fetches_max or header.request in self._unconfirmed
 
     def _fetch(self, header: Header) -> None:
         asked = self._channel.receive_message(header, wire.PeerFetch())
-        if len(self._unconfirmed) >= self._limits.fetches_max or header.request in self._unconfirmed:
+        if self._is_full(header):
             raise FrameError(f"{len(self._unconfirmed)} records were sent and not confirmed, or one twice")
         self._register(asked.identities)
         held = self._hold(asked)
-        self._unconfirmed[header.request] = held
+        self._unconfirmed[header.request] = [held]
         try:
             self._send_record(header.request, held, asked.start)
         except KVServiceError:
-            del self._unconfirmed[header.request]
-            held.release()
+            self._let_go(header.request)
             raise
 
     def _hold(self, asked: wire.PeerFetch) -> Held:
@@ -280,18 +289,24 @@ class PeerConnection:
         while at < total:
             self._allow(self._limits.host_s, "the node")
             end = held.wait(at)
-            for first, last in data_frames(at, end):
-                self._allow(self._limits.slow_s, "a slow reader")
-                self._channel.send_data(request, held.source, first, last)
-                self.counters.sent_bytes += last - first
+            self._send_bytes(request, held, at, end)
             at = end
         self.counters.sent += 1
 
+    def _send_bytes(self, request: int, held: Held, start: int, end: int) -> None:
+        for first, last in data_frames(start, end):
+            self._allow(self._limits.slow_s, "a slow reader")
+            self._channel.send_data(request, held.source, first, last)
+            self.counters.sent_bytes += last - first
+
     def _got(self, header: Header) -> None:
-        held = self._unconfirmed.pop(header.request, None)
-        if held is None:
+        if header.request not in self._unconfirmed:
             raise FrameError(f"record {header.request} is confirmed, and was not sent")
-        held.release()
+        self._let_go(header.request)
+
+    def _let_go(self, request: int) -> None:
+        for held in self._unconfirmed.pop(request, ()):
+            held.release()
 
     def _store(self, header: Header) -> None:
         asked = self._channel.receive_message(header, wire.PeerStore())

@@ -43,7 +43,7 @@ class Asking:
     async def _ask(self, place: Place, questions: Sequence[Question]) -> _Offers:
         segments = [one.segment for one in questions]
         try:
-            offers = await place.find(questions)
+            offers = await place.find(questions, place.ahead_bytes)
         except UnavailableError as error:
             is_silent = isinstance(error, SilentError)
             self._answers.note(place.name, segments, PlaceAnswer.TOO_SLOW if is_silent else PlaceAnswer.NOT_REACHED)

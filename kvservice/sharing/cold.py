@@ -71,7 +71,7 @@ class ColdPlace:
             raise UnavailableError(f"{self._name} has not answered since this node started")
         return self._tier
 
-    async def find(self, questions: Sequence[Question]) -> list[Offer | None]:
+    async def find(self, questions: Sequence[Question], ahead_bytes: int = 0) -> list[Offer | None]:
         """See Place. Two round trips where a mirror is found, for its master's head; else one."""
         tier = self._opened()
         others_max = OTHERS_MAX if tier.features.lists_segments else 0

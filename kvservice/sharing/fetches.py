@@ -6,9 +6,12 @@ extent any more, whatever becomes of the lease that wanted it.
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
+
+import numpy as np
 
 from kvservice.allocation import Allocation
 from kvservice.caches import Cache, SaidRecord, Space
@@ -22,7 +25,8 @@ from kvservice.sharing.deletes import Deletes, Watch
 from kvservice.sharing.place import Offer, Place, Question
 from kvservice.stats.counters import Counters
 from kvservice.storage.arrival import RecordArrival
-from kvservice.storage.remote.contract import RemoteRecord
+from kvservice.storage.buffer import Bytes
+from kvservice.storage.remote.contract import OnPiece, RemoteRecord
 
 FETCHES_MAX = 256
 """Records that are asked of one place at a time: more wait here, without a deadline of their own, for a place has
@@ -152,12 +156,16 @@ class Fetches:
         return error
 
     async def _bring_from(self, load: Load, record: RemoteRecord, place: Place) -> KVServiceError | None:
-        """Fill what is not known to be right yet. Verified layers are never written again: somebody may read them."""
+        """Fill what is not known to be right yet. Verified layers are never written again: somebody may read them.
+
+        What came with the answer is put in its place while the rest is asked for.
+        """
         head, cache = record.head, load.cache
         view = self._allocation.tier.view(cache.extent)
         meta, layers = head.meta, len(head.section_checksums)
         arrival = RecordArrival(view, meta.namespace, meta.key, head.generation, meta.master)
         ends = (*head.layout.section_offsets[1:], head.layout.record_bytes)
+        ahead = None if load.layers else record.ahead
         start = ends[load.layers - 1] if load.layers else 0
         loop = asyncio.get_running_loop()
 
@@ -170,8 +178,10 @@ class Fetches:
             if start:
                 arrival.arrived(0, start)
             try:
-                async with self._turns.setdefault(place, asyncio.Semaphore(FETCHES_MAX)):
-                    await place.fetch(record, view, on_piece, start)
+                async with _put_in_place(ahead, view, on_piece) as came:
+                    if start + came < len(view):
+                        async with self._turns.setdefault(place, asyncio.Semaphore(FETCHES_MAX)):
+                            await place.fetch(record, view, on_piece, start + came)
             finally:
                 load.advance(arrival.layers)
             if load.layers < layers:
@@ -206,6 +216,39 @@ class Fetches:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+@asynccontextmanager
+async def _put_in_place(ahead: Bytes | None, view: Bytes, on_piece: OnPiece) -> AsyncIterator[int]:
+    """While the body runs, a thread copies ``ahead``, of so many bytes, to the start of ``view`` and tells of it.
+
+    Nothing writes there any more when this ends. Raises what ``on_piece`` raised.
+    """
+    if ahead is None:
+        yield 0
+        return
+
+    def put() -> None:
+        np.copyto(view[: len(ahead)], ahead)
+        on_piece(0, len(ahead))
+
+    putting = asyncio.get_running_loop().run_in_executor(None, put)
+    try:
+        yield len(ahead)
+    finally:
+        await _settled(putting)
+    putting.result()
+
+
+async def _settled(future: "asyncio.Future[None]") -> None:
+    """Until it is over, which nothing can hasten; who is cancelled meanwhile is so behind it."""
+    try:
+        await asyncio.wait([future])
+    except asyncio.CancelledError:
+        while not future.done():
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait([future])
+        raise
 
 
 def let_go(place: Place, offer: Offer) -> None:

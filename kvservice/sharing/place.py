@@ -60,8 +60,12 @@ class Carrier(Protocol):
     def name(self) -> str:
         """For messages and metrics."""
 
-    async def find(self, questions: Sequence[Question]) -> list[Offer | None]:
-        """The best that is held for each question. What is offered stays there until it was fetched, or for a while."""
+    async def find(self, questions: Sequence[Question], ahead_bytes: int = 0) -> list[Offer | None]:
+        """The best that is held for each question. What is offered stays there until it was fetched, or for a while.
+
+        ``ahead_bytes``: of first layers, at most, that may come with the answer, where the place can: what is going to
+        be fetched is then usable after one round trip.
+        """
 
     async def fetch(self, record: RemoteRecord, target: Bytes, on_piece: OnPiece, start: int = 0) -> None:
         """See ``RemoteTier.fetch``."""
@@ -92,6 +96,10 @@ class Place(Carrier, Protocol):
     @property
     def speed(self) -> Speed:
         """What it gives, as far as was measured."""
+
+    @property
+    def ahead_bytes(self) -> int:
+        """Of first layers, that are worth having with an answer: so many that it does not come much later."""
 
 
 class Directory(Protocol):

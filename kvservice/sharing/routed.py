@@ -24,6 +24,8 @@ from kvservice.storage.remote.contract import OnPiece, RemoteRecord
 AT_ONCE_S = 0.25
 """A way that fails so soon is followed by another; after a whole deadline the caller has waited long enough."""
 FOUND_MAX = 65536
+AHEAD_S, AHEAD_BYTES_FIRST, AHEAD_BYTES_MAX = 0.01, 256 << 10, 4 << 20
+"""First layers that come with an answer hold up other questions for so long."""
 T = TypeVar("T")
 
 
@@ -66,9 +68,16 @@ class RoutedPlace:
         """See Place: of the fastest way, for large records."""
         return max((self._router.speed(self.name, medium) for medium in self.ways), key=lambda one: one.bytes_per_s)
 
-    async def find(self, questions: Sequence[Question]) -> list[Offer | None]:
+    @property
+    def ahead_bytes(self) -> int:
+        """See Place: what the first way, which carries questions, brings in AHEAD_S; and no more than came from there
+        before, for how fast it is may be a guess."""
+        speed = self._router.speed(self.name, self._first)
+        return min(AHEAD_BYTES_MAX, int(speed.bytes_per_s * AHEAD_S), max(AHEAD_BYTES_FIRST, self.brought_bytes))
+
+    async def find(self, questions: Sequence[Question], ahead_bytes: int = 0) -> list[Offer | None]:
         """See Place."""
-        way, offers = await self._ask(lambda one: one.find(questions))
+        way, offers = await self._ask(lambda one: one.find(questions, ahead_bytes))
         if way is not self._main:
             for record in (one for offer in offers if offer is not None for one in (offer.record, offer.master)):
                 if record is not None:

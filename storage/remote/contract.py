@@ -5,7 +5,7 @@ What comes from there is hostile: a head is believed once ``read_head`` has veri
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from kvservice.model.identity import Namespace
@@ -55,13 +55,15 @@ class RemoteRecord:
     """A record that a place says it holds; its head is verified, its sections are not.
 
     ``prefill_s``: seconds that computing it took, 0 if unknown. ``version``: the place's own word for these very bytes,
-    empty if it has none; ``fetch`` raises CorruptError rather than give those of another version.
+    empty if it has none; ``fetch`` raises CorruptError rather than give those of another version. ``ahead``: its first
+    bytes, up to the end of a layer, where they came with the answer; not verified.
     """
 
     name: RemoteName
     head: RecordHead
     prefill_s: float = 0.0
     version: str = ""
+    ahead: Bytes | None = field(default=None, compare=False, repr=False)
 
     @property
     def record_bytes(self) -> int:

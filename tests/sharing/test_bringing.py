@@ -77,8 +77,8 @@ class Leased:
         self._find, self._let_go = place.find, place.let_go
         place.find, place.let_go = self._found, self._over  # type: ignore[method-assign]
 
-    async def _found(self, questions: Sequence[Question]) -> list[Offer | None]:
-        offers = await self._find(questions)
+    async def _found(self, questions: Sequence[Question], ahead_bytes: int = 0) -> list[Offer | None]:
+        offers = await self._find(questions, ahead_bytes)
         copies = [one and Offer(_copy(one.record), one.master and _copy(one.master)) for one in offers]
         self.records += [two for one in copies if one for two in (one.record, one.master) if two]
         return copies

@@ -184,7 +184,7 @@ class Answering:
         self.fault = fault
         self.asked: list[int] = []
 
-    async def find(self, questions: Sequence[Question]) -> list[Offer | None]:
+    async def find(self, questions: Sequence[Question], ahead_bytes: int = 0) -> list[Offer | None]:
         self.asked.append(len(questions))
         if self.fault is not None:
             raise self.fault
@@ -235,8 +235,8 @@ async def test_what_is_offered_to_a_question_that_was_given_up_is_let_go_of(monk
         (storage,) = world.node.sharing.directory.storages()
         find = storage.find
 
-        async def find_late(questions: Sequence[Question]) -> list[Offer | None]:
-            offers = await find(questions)
+        async def find_late(questions: Sequence[Question], ahead_bytes: int = 0) -> list[Offer | None]:
+            offers = await find(questions, ahead_bytes)
             assert offers != [None]
             is_out.set()
             await came.wait()

@@ -35,7 +35,7 @@ class Way:
         if self._error is not None:
             raise self._error
 
-    async def find(self, questions: Sequence[Question]) -> list[Offer | None]:
+    async def find(self, questions: Sequence[Question], ahead_bytes: int = 0) -> list[Offer | None]:
         self._ask()
         return [None for _ in questions]
 

@@ -88,16 +88,18 @@ class PeerError(_message.Message):
     def __init__(self, code: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class PeerFind(_message.Message):
-    __slots__ = ("identities", "queries", "lease_ttl_s", "wait_s")
+    __slots__ = ("identities", "queries", "lease_ttl_s", "wait_s", "ahead_bytes")
     IDENTITIES_FIELD_NUMBER: _ClassVar[int]
     QUERIES_FIELD_NUMBER: _ClassVar[int]
     LEASE_TTL_S_FIELD_NUMBER: _ClassVar[int]
     WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    AHEAD_BYTES_FIELD_NUMBER: _ClassVar[int]
     identities: _containers.RepeatedScalarFieldContainer[str]
     queries: _containers.RepeatedCompositeFieldContainer[PeerQuery]
     lease_ttl_s: float
     wait_s: float
-    def __init__(self, identities: _Optional[_Iterable[str]] = ..., queries: _Optional[_Iterable[_Union[PeerQuery, _Mapping]]] = ..., lease_ttl_s: _Optional[float] = ..., wait_s: _Optional[float] = ...) -> None: ...
+    ahead_bytes: int
+    def __init__(self, identities: _Optional[_Iterable[str]] = ..., queries: _Optional[_Iterable[_Union[PeerQuery, _Mapping]]] = ..., lease_ttl_s: _Optional[float] = ..., wait_s: _Optional[float] = ..., ahead_bytes: _Optional[int] = ...) -> None: ...
 
 class PeerQuery(_message.Message):
     __slots__ = ("namespace", "segment", "accepted_contexts", "position", "tokens", "may_shift", "affinity_min", "marks")
@@ -144,12 +146,14 @@ class PeerAnswer(_message.Message):
     def __init__(self, match: _Optional[int] = ..., miss_reason: _Optional[int] = ..., affinity: _Optional[int] = ..., record: _Optional[_Union[PeerHead, _Mapping]] = ..., master: _Optional[_Union[PeerHead, _Mapping]] = ...) -> None: ...
 
 class PeerHead(_message.Message):
-    __slots__ = ("head", "prefill_s")
+    __slots__ = ("head", "prefill_s", "ahead_bytes")
     HEAD_FIELD_NUMBER: _ClassVar[int]
     PREFILL_S_FIELD_NUMBER: _ClassVar[int]
+    AHEAD_BYTES_FIELD_NUMBER: _ClassVar[int]
     head: bytes
     prefill_s: float
-    def __init__(self, head: _Optional[bytes] = ..., prefill_s: _Optional[float] = ...) -> None: ...
+    ahead_bytes: int
+    def __init__(self, head: _Optional[bytes] = ..., prefill_s: _Optional[float] = ..., ahead_bytes: _Optional[int] = ...) -> None: ...
 
 class PeerFetch(_message.Message):
     __slots__ = ("identities", "namespace", "key", "generation", "lease_id", "start", "leased")
