@@ -159,7 +159,7 @@ class ArenaHost:
     def register(self, identities: Sequence[str]) -> None:
         """All are known."""
 
-    def find(self, queries: Sequence[Query], ttl_s: float, wait_s: float) -> Found:
+    def find(self, queries: Sequence[Query], ttl_s: float, wait_s: float, ahead_bytes: int = 0) -> Found:
         """All are here."""
         heads = [FoundHead(self._views[query.segment[0]][: 1 << 14].tobytes(), 0.0) for query in queries]
         return Found(0, 0.0, tuple(Answer(Match.EXACT, record=head) for head in heads))

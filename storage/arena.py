@@ -16,6 +16,7 @@ from sortedcontainers import SortedDict, SortedList
 from kvservice.model.cache import Extent
 from kvservice.model.errors import CapacityError, InvalidInputError
 from kvservice.storage.buffer import Bytes, round_up
+from kvservice.storage.mapping import map_file
 
 GRANULARITY_BYTES = 4096
 """A page and an O_DIRECT block: an extent can be read from and written to SSD in place."""
@@ -200,7 +201,7 @@ class Arena:
         _check_machine_has(self.bytes)
         self._fd = _sealed_memory(self.bytes, is_prefaulted=is_prefaulted)
         try:
-            self.view = _map(self._fd, self.bytes, is_writable=True, is_prefaulted=is_prefaulted)
+            self.view = map_file(self._fd, self.bytes, is_writable=True, is_prefaulted=is_prefaulted)
         except OSError as error:
             os.close(self._fd)
             raise CapacityError(f"no address space for an arena of {self.bytes} bytes: {error}") from error
@@ -245,7 +246,7 @@ def attach_arena(fd: int, bytes: int, *, is_writable: bool) -> Bytes:  # noqa: A
     """
     check_arena(fd, bytes)
     try:
-        return _map(fd, bytes, is_writable=is_writable)
+        return map_file(fd, bytes, is_writable=is_writable)
     except (OSError, ValueError) as error:
         wanted = "writable" if is_writable else "read-only"
         raise InvalidInputError(f"descriptor {fd} cannot be mapped {wanted}: {error}") from error
@@ -300,9 +301,3 @@ def _sealed_memory(length: int, *, is_prefaulted: bool) -> int:
         os.close(fd)
         raise CapacityError(f"the system does not grant {length} bytes of shared memory: {error}") from error
     return fd
-
-
-def _map(fd: int, length: int, *, is_writable: bool, is_prefaulted: bool = False) -> Bytes:
-    access = mmap.PROT_READ | (mmap.PROT_WRITE if is_writable else 0)
-    flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if is_prefaulted else 0)
-    return np.frombuffer(mmap.mmap(fd, length, flags, access), np.uint8)

@@ -12,6 +12,7 @@ from xxhash import xxh3_64_intdigest
 from kvservice.model.cache import CacheKind, CacheMeta
 from kvservice.model.errors import InvalidInputError
 from kvservice.storage.buffer import Bytes, Runs, StorageBits, checksum, require_bytes
+from kvservice.storage.mapping import prefault
 from kvservice.storage.record_header import (
     FORMAT_VERSION,
     MAGIC,
@@ -39,7 +40,10 @@ class WrittenRecord:
 
 
 class RecordWriter:
-    """Fills ``buffer`` (uint8, writable, at least ``layout.record_bytes``). Used by one thread; owns nothing."""
+    """Fills ``buffer`` (uint8, writable, at least ``layout.record_bytes``). Used by one thread; owns nothing.
+
+    Raises InvalidInputError for another buffer, CapacityError if the system has no memory for its pages.
+    """
 
     def __init__(self, buffer: Bytes, meta: CacheMeta, layout: RecordLayout) -> None:
         require_bytes(buffer, is_writable=True)
@@ -48,6 +52,7 @@ class RecordWriter:
         assert layout == place_sections(layout.header_bytes, layout.section_bytes), layout
         assert len(layout.section_bytes) == meta.geometry.layers, layout
         self._buffer = buffer[: layout.record_bytes]
+        prefault(self._buffer)
         self._meta = meta
         self._layout = layout
         self._rows = RowSizes.of(meta.geometry)

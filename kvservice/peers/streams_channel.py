@@ -30,6 +30,7 @@ from kvservice.peers.frames import (
     parse_header,
     parse_message,
 )
+from kvservice.storage.mapping import prefault
 
 PIECE_BYTES = 256 << 10
 """Received in one go where the kernel has it: told and verified while the core's cache still holds it."""
@@ -127,7 +128,8 @@ class Channel:
         return message
 
     def receive_piece(self, target: memoryview) -> None:
-        """Fill ``target`` with payload."""
+        """Fill ``target`` with payload. Raises CapacityError if the system has no memory for it."""
+        prefault(target)
         self._fill(target)
 
     def _fill(self, target: memoryview) -> None:

@@ -16,6 +16,7 @@ from kvservice.peers.frames import DATA_BYTES_MAX, HEADER, FrameError, Header, K
 from kvservice.peers.streams_channel import Channel, ClosedError, Source
 from kvservice.storage.arena import Arena, AttachedArenas
 from kvservice.storage.buffer import Bytes
+from kvservice.storage.mapping import prefault
 from kvservice.wire.v1 import peer_pb2 as wire
 
 SEND_BUFFER_BYTES = 8 << 10
@@ -128,6 +129,7 @@ class LocalChannel(Channel):
         lent = self._peer[start : self._at]
         if len(lent) != len(target):
             raise ClosedError("the connection was closed")
+        prefault(target)
         np.copyto(np.frombuffer(target, np.uint8), lent)  # lets go of the GIL
 
     # The end

@@ -26,6 +26,7 @@ from kvservice.sharing.place import Offer, Place, Question
 from kvservice.stats.counters import Counters
 from kvservice.storage.arrival import RecordArrival
 from kvservice.storage.buffer import Bytes
+from kvservice.storage.mapping import prefault
 from kvservice.storage.remote.contract import OnPiece, RemoteRecord
 
 FETCHES_MAX = 256
@@ -229,7 +230,9 @@ async def _put_in_place(ahead: Bytes | None, view: Bytes, on_piece: OnPiece) -> 
         return
 
     def put() -> None:
-        np.copyto(view[: len(ahead)], ahead)
+        target = view[: len(ahead)]
+        prefault(target)
+        np.copyto(target, ahead)
         on_piece(0, len(ahead))
 
     putting = asyncio.get_running_loop().run_in_executor(None, put)

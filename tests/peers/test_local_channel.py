@@ -3,11 +3,13 @@
 import asyncio
 import os
 import socket
+import threading
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
+import numpy as np
 import pytest
 
 from kvservice.access.principal import Principal, Role
@@ -18,10 +20,11 @@ from kvservice.peers.frames import DATA_BYTES_MAX, HEADER, FrameError, Kind, pac
 from kvservice.peers.host import Authorize
 from kvservice.peers.locality import boot_id, local_address, peer_uid, require_same_user
 from kvservice.peers.member import Address, LocalAddress
-from kvservice.peers.streams_channel import ClosedError, Source
+from kvservice.peers.streams_channel import ClosedError, Source, data_frames, pieces_of
 from kvservice.peers.streams_limits import LinkLimits
 from kvservice.peers.streams_local_channel import ASK_BUFFER_BYTES, SEND_BUFFER_BYTES, LocalChannel
 from kvservice.peers.streams_messages import decode_facts, encode_facts, encode_key
+from kvservice.storage import mapping
 from kvservice.storage.arena import Arena, AttachedArenas
 from kvservice.wire.v1 import peer_pb2 as wire
 from tests.peers import peer_process
@@ -29,6 +32,7 @@ from tests.peers.local_world import ends, local_link, memory, met_node
 from tests.peers.stream_world import link_to, make_caller, make_facts, only_tenant, settled
 from tests.peers.test_stream_faults import open_descriptors
 from tests.peers.test_stream_greeting import error_of, everything, hello_frame, open_socket
+from tests.storage.page_faults import CountingTables, needs_advice
 
 OWN, PEER = 1 << 20, 1 << 16
 
@@ -426,3 +430,41 @@ async def test_nothing_is_lent_over_a_peer_port(tmp_path: Path) -> None:
 
     async with met_node(tmp_path) as met:
         assert "LENT frame where a request" in await asyncio.to_thread(lie, met.owner.address)
+
+
+# What it costs
+
+
+@needs_advice
+@pytest.mark.parametrize("is_lent", [True, False])
+def test_what_comes_is_written_to_pages_that_were_made_ready(monkeypatch: pytest.MonkeyPatch, is_lent: bool) -> None:
+    """Into an arena that is not prefaulted. What is left are faults of reading: one maps 16 pages."""
+    tables, count = CountingTables(), 4 * DATA_BYTES_MAX
+    monkeypatch.setattr(mapping, "_PAGE_TABLES", tables)
+    peer, own = Arena(count, is_prefaulted=True), Arena(count)
+    peer.view[:] = np.arange(count, dtype=np.int64).astype(np.uint8)
+    with ends(own) as (channel, other):
+        hand_over(other, count, [peer.read_only_descriptor()])
+        channel.receive_arena()
+        source = Source(peer.view.data, peer.descriptor() if is_lent else -1)
+        owner = LocalChannel(other, peer, AttachedArenas(), ASK_BUFFER_BYTES)
+        sending = threading.Thread(target=send_all, args=(owner, source, count))
+        sending.start()
+        faults = tables.faults_of(lambda: receive_all(channel, own))
+        sending.join()
+    assert faults <= count // 4096 // 8
+    assert np.array_equal(own.view, peer.view)
+
+
+def send_all(owner: LocalChannel, source: Source, count: int) -> None:
+    for first, last in data_frames(0, count):
+        owner.send_data(3, source, first, last)
+
+
+def receive_all(channel: LocalChannel, own: Arena) -> None:
+    at = 0
+    while at < own.bytes:
+        end = at + channel.receive_header().payload_bytes
+        for first, last in pieces_of(at, end):
+            channel.receive_piece(own.view[first:last].data)
+        at = end
