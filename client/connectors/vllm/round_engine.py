@@ -7,7 +7,7 @@ is used, its own forward pass and ours must write the same bits into scratch blo
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -40,6 +40,7 @@ class VllmEngine:
         self._unit = paged.layouts[0].block_size  # the kernels' blocks; the scheduler's may be several of them
         self._names = [attention.layer_name for attention in model.attentions]
         self._tables: WeakKeyDictionary[Rows, Tensor] = WeakKeyDictionary()
+        self._calls: WeakKeyDictionary[Rows, tuple[Tensor, list[_Call]]] = WeakKeyDictionary()
 
     @classmethod
     def of(cls, runner: Any, vllm_config: Any, paged: EnginePaged) -> "VllmEngine":
@@ -86,14 +87,14 @@ class VllmEngine:
         itself. There ``hidden`` is returned as it is, the states *before* that layer.
         Raises SlotError when a row's slot is not where its prompt's block table has it; nothing is written then.
         """
-        tables = self._block_tables(rows)
+        calls = self._calls_of(rows, is_written)
         if layer == self.layers - 1:
-            self._store(layer, hidden, rows, is_written)
+            self._store(layer, hidden, rows, calls)
             return hidden
         parts = []
-        for cut in self._cuts(rows):
-            with self._running(), self._context(_part(rows, cut), is_written[cut], tables):
-                parts.append(torch.stack(self._call(layer, hidden[cut], rows.positions[cut]), 1))
+        for call in calls:
+            with self._running(), self._context(call):
+                parts.append(torch.stack(self._call(layer, hidden[call.cut], call.positions), 1))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def read_rows(self, layer: int, slots: Tensor) -> Planes:
@@ -116,13 +117,26 @@ class VllmEngine:
             known = self._tables[rows] = _block_tables(rows, self._unit)
         return known
 
-    def _store(self, layer: int, hidden: Tensor, rows: Rows, is_written: Tensor) -> None:
-        attention = self._model.attentions[layer]
+    def _calls_of(self, rows: Rows, is_written: Tensor) -> list["_Call"]:
+        """The rows in pieces that the device's buffers take, each with what its attention sees: the same for every
+        layer, and made once for all of them, since it takes an eighth of a layer's time."""
+        known = self._calls.get(rows)
+        if known is None or known[0] is not is_written:
+            tables = self._block_tables(rows)
+            calls = [self._prepared(_part(rows, cut), is_written[cut], tables, cut) for cut in self._cuts(rows)]
+            known = self._calls[rows] = is_written, calls
+        return known[1]
+
+    def _prepared(self, rows: Rows, is_written: Tensor, tables: Tensor, cut: slice) -> "_Call":
         slots = torch.where(is_written, rows.slots, NO_SLOT).to(self._model.device)
-        for cut in self._cuts(rows):
-            keys, values = self.probe(layer, hidden[cut], _part(rows, cut))
+        return _Call(cut, rows.positions, slots, self._model.builder.build(0, _metadata(rows, slots, tables)))
+
+    def _store(self, layer: int, hidden: Tensor, rows: Rows, calls: list["_Call"]) -> None:
+        attention = self._model.attentions[layer]
+        for call in calls:
+            keys, values = self.probe(layer, hidden[call.cut], _part(rows, call.cut))
             with self._running():
-                attention.impl.do_kv_cache_update(attention, keys, values, attention.kv_cache, slots[cut])
+                attention.impl.do_kv_cache_update(attention, keys, values, attention.kv_cache, call.slots)
 
     def _call(self, layer: int, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """The layer on copies: fused operations work in place."""
@@ -141,20 +155,15 @@ class VllmEngine:
             self.is_running = was_running
 
     @contextmanager
-    def _context(self, rows: Rows, is_written: Tensor, tables: Tensor) -> Iterator[None]:
-        """The forward context in which attention sees these rows. It nests, and puts back what was there.
-
-        ``tables``: from ``_block_tables``, of these rows or of more.
-        """
+    def _context(self, call: "_Call") -> Iterator[None]:
+        """The forward context in which attention sees these rows. It nests, and puts back what was there."""
         from vllm.forward_context import get_forward_context, set_forward_context
 
-        slots = torch.where(is_written, rows.slots, NO_SLOT).to(self._model.device)
-        metadata = self._model.builder.build(0, _metadata(rows, slots, tables))
         with set_forward_context(
-            dict.fromkeys(self._names, metadata),
+            dict.fromkeys(self._names, call.metadata),
             self._model.config,
-            num_tokens=len(rows),
-            slot_mapping=dict.fromkeys(self._names, slots),
+            num_tokens=len(call.positions),
+            slot_mapping=dict.fromkeys(self._names, call.slots),
             skip_compiled=True,
         ):
             # Else, with torch before 2.11, experts are found by counting calls from the first layer on.
@@ -174,6 +183,16 @@ class VllmEngine:
             cuts.append(slice(first, min(end, first + rows_max)))
             first = cuts[-1].stop
         return cuts
+
+
+class _Call(NamedTuple):
+    """Rows that go through a layer together. ``cut``: which they are of all; ``positions`` and ``slots``: int64 [rows];
+    ``metadata``: what the attention backend makes of their places. Nothing here keeps the rows themselves alive."""
+
+    cut: slice
+    positions: Tensor
+    slots: Tensor
+    metadata: Any
 
 
 def _block_tables(rows: Rows, unit: int) -> Tensor:
@@ -281,7 +300,8 @@ def _check(engine: VllmEngine, memory: list[Tensor]) -> None:
     rows = Rows.at(torch.arange(tokens), torch.cat((torch.arange(unit) + 2 * unit, torch.arange(unit)))[:tokens])
     ids = (torch.arange(tokens) + 1) % engine._model.config.model_config.get_vocab_size()
     is_written = torch.ones(tokens, dtype=torch.bool)
-    with engine._running(), engine._context(rows, is_written, _block_tables(rows, unit)):
+    (call,) = engine._calls_of(rows, is_written)
+    with engine._running(), engine._context(call):
         engine._model.inner.forward(ids.to(engine._model.device), rows.positions.to(engine._model.device), None)
     theirs = [whole.clone() for whole in memory]
     for whole in memory:
