@@ -6,7 +6,10 @@ Beside them, in turns in the same run, what a bare socket to a process of its ow
 message, one that brings as many bytes as one layer has, and one that brings as many as the whole record. The sidecar's
 memory holds one record and a half, so that of two segments in turn the one that is asked for is at the shared node
 alone. Records of 16 and 64 MiB in 30 layers. Medians and quartiles; writes build/bench/first_layer.json.
+With --delay-ms the nodes, and the bare socket's two ends, are so far from each other, one way: a proxy in a process of
+its own (tests/peers/far_link.py) passes bytes on so much later.
 Run: python bench/first_layer.py
+     python bench/first_layer.py --medium stream --delay-ms 0 5 20
 """
 
 import argparse
@@ -22,8 +25,9 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +45,8 @@ LAYERS, HEADS, HEAD_SIZE, BLOCK_SIZE = 30, 4, 128, 16
 TOKEN_BYTES = LAYERS * 2 * HEADS * HEAD_SIZE * 2
 START_TIMEOUT_S = 60.0
 ASK_BYTES = 64
+STREAM, SHARED_MEMORY = "stream", "shared-memory"
+FAR_LINK = Path(__file__).resolve().parents[1] / "tests/peers/far_link.py"
 FOLDER, RESULT = Path("build/bench"), Path("build/bench/first_layer.json")
 
 
@@ -55,9 +61,11 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One size, in ms. ``lookup``: until the plan is there; ``of_bare``: the first layer's time over the bare one's."""
+    """One size and delay (one way), in ms. ``lookup``: until the plan is there; ``of_bare``: the first layer's time
+    over the bare one's."""
 
     record_mib: int
+    delay_ms: float
     layer_kib: int
     way: str
     round_trip: Spread
@@ -73,11 +81,10 @@ class Figure:
 class Bare:
     """A process that answers so many bytes: a round trip and their transfer, nothing else."""
 
-    def __init__(self, record_bytes: int) -> None:
-        command = [sys.executable, __file__, "--serve", str(record_bytes)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert self._process.stdout is not None
-        self._socket = socket.create_connection((LOCALHOST, int(self._process.stdout.readline())))
+    def __init__(self, record_bytes: int, delay_ms: float) -> None:
+        self._stack = ExitStack()
+        port = self._stack.enter_context(answering([__file__, "--serve", str(record_bytes)]))
+        self._socket = socket.create_connection((LOCALHOST, self._stack.enter_context(far_away(port, delay_ms))))
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._target = memoryview(bytearray(record_bytes))
 
@@ -92,11 +99,32 @@ class Bare:
     def close(self) -> None:
         """End it."""
         self._socket.close()
-        self._process.terminate()
-        self._process.wait(START_TIMEOUT_S)
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            pipe.close()
+        self._stack.close()
+
+
+@contextmanager
+def answering(program: Sequence[str]) -> Iterator[int]:
+    """A Python program of its own that listens at the port that it prints."""
+    process = subprocess.Popen([sys.executable, *program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        yield int(process.stdout.readline())
+    finally:
+        process.terminate()
+        process.wait(START_TIMEOUT_S)
+        process.stdin.close()
+        process.stdout.close()
+
+
+@contextmanager
+def far_away(port: int, delay_ms: float) -> Iterator[int]:
+    """The port at which what listens at ``port`` is so far away; the same one without a delay."""
+    if not delay_ms:
+        yield port
+        return
+    with answering([str(FAR_LINK), f"{LOCALHOST}:{port}", "--delay-ms", str(delay_ms)]) as far_port:
+        yield far_port
 
 
 def serve(record_bytes: int) -> None:
@@ -181,17 +209,19 @@ def node(folder: Path, name: str, *flags: str) -> Iterator[str]:
         process.stdout.close()
 
 
-def measure(record_mib: int, rounds: int, folder: Path) -> Figure:
-    """One size."""
+def measure(record_mib: int, delay_ms: float, medium: str, rounds: int, folder: Path) -> Figure:
+    """One size and delay."""
     tokens = record_mib * MIB // TOKEN_BYTES // BLOCK_SIZE * BLOCK_SIZE
     record_bytes, port = tokens * TOKEN_BYTES, free_port()
     small, large = record_mib * 3 // 2 * MIB, record_mib * 4 * MIB
+    said = ["--shares-memory", str(medium == SHARED_MEMORY)]
     with (
-        node(folder, "shared", "--peer-port", str(port), "--host-bytes", str(large)),
-        node(folder, "sidecar", "--shared", f"{LOCALHOST}:{port}", "--host-bytes", str(small)) as address,
+        node(folder, "shared", "--peer-port", str(port), "--host-bytes", str(large), *said),
+        far_away(port, delay_ms) as far_port,
+        node(folder, "sidecar", "--shared", f"{LOCALHOST}:{far_port}", "--host-bytes", str(small), *said) as address,
         Client.connect(address, make_identity()) as client,
     ):
-        bench, bare = Bench(client, tokens), Bare(record_bytes)
+        bench, bare = Bench(client, tokens), Bare(record_bytes, delay_ms)
         seconds: list[tuple[float, ...]] = []
         for number in range(rounds + 4):
             asked = [bare.bring(count) for count in (ASK_BYTES, record_bytes // LAYERS, record_bytes)]
@@ -199,7 +229,8 @@ def measure(record_mib: int, rounds: int, folder: Path) -> Figure:
             if number == 1:
                 gc.freeze()  # as engines do once they have started
         bare.close()
-        return make_figure(record_mib, record_bytes, way_of(client), seconds[4:])  # the first ones compile and connect
+        seconds = seconds[4:]  # the first ones compile and connect
+        return make_figure(record_mib, delay_ms, record_bytes, way_of(client), seconds)
 
 
 def way_of(client: Client) -> str:
@@ -225,11 +256,14 @@ def make_identity() -> Identity:
     return Identity("bench", "model", "r1", geometry, (rope,) * LAYERS)
 
 
-def make_figure(record_mib: int, record_bytes: int, way: str, seconds: Sequence[tuple[float, ...]]) -> Figure:
+def make_figure(
+    record_mib: int, delay_ms: float, record_bytes: int, way: str, seconds: Sequence[tuple[float, ...]]
+) -> Figure:
     """``seconds``: rows of bare round trip, layer and record; lookup, first and last layer."""
     round_trip, layer, record, lookup, first, last = (list(column) for column in zip(*seconds, strict=True))
     return Figure(
         record_mib=record_mib,
+        delay_ms=delay_ms,
         layer_kib=record_bytes // LAYERS // 1024,
         way=way,
         round_trip=spread(round_trip, 1e3),
@@ -254,27 +288,38 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--sizes", type=int, nargs="+", default=[16, 64], help="MiB of a record")
+    parser.add_argument("--delay-ms", type=float, nargs="+", default=[0.0], help="between the nodes, one way")
+    parser.add_argument("--medium", choices=[STREAM, SHARED_MEMORY], help="default: shared-memory, stream with a delay")
     parser.add_argument("--serve", type=int, default=0, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.serve:
         serve(asked.serve)
         return 0
+    medium = asked.medium or (STREAM if any(asked.delay_ms) else SHARED_MEMORY)
+    if medium == SHARED_MEMORY and any(asked.delay_ms):
+        parser.error("memory that is shared is not far away: a delay takes --medium stream")
     FOLDER.mkdir(parents=True, exist_ok=True)
     figures = []
-    for record_mib in asked.sizes:
+    for record_mib, delay_ms in product(asked.sizes, asked.delay_ms):
         folder = Path(tempfile.mkdtemp(dir=FOLDER))
         try:
-            one = measure(record_mib, asked.rounds, folder)
+            one = measure(record_mib, delay_ms, medium, asked.rounds, folder)
         finally:
             shutil.rmtree(folder)
         figures.append(one)
-        print(f"{one.record_mib} MiB in {LAYERS} layers of {one.layer_kib} KiB, over {one.way}; ms, median (quartiles)")
-        for name in ("round_trip", "bare_layer", "bare_record", "lookup", "first", "last", "of_bare", "last_of_bare"):
-            found: Spread = getattr(one, name)
-            print(f"  {name:12s} {found.median:8.3f}  ({found.p25:.3f}-{found.p75:.3f})")
+        show(one)
     said = {"rounds": asked.rounds, "layers": LAYERS, "figures": [asdict(one) for one in figures]}
     RESULT.write_text(json.dumps(said, indent=2) + "\n")
     return 0
+
+
+def show(one: Figure) -> None:
+    """Print it."""
+    where = f"over {one.way}" + (f", {one.delay_ms:g} ms away" if one.delay_ms else "")
+    print(f"{one.record_mib} MiB in {LAYERS} layers of {one.layer_kib} KiB, {where}; ms, median (quartiles)")
+    for name in ("round_trip", "bare_layer", "bare_record", "lookup", "first", "last", "of_bare", "last_of_bare"):
+        found: Spread = getattr(one, name)
+        print(f"  {name:12s} {found.median:8.3f}  ({found.p25:.3f}-{found.p75:.3f})")
 
 
 if __name__ == "__main__":

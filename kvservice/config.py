@@ -127,6 +127,10 @@ class Settings:
     peer_deadline_s: float = field(
         default=1.0, metadata=_why("how long a shared node may take to answer before what it has counts as missing")
     )
+    shares_memory: bool = field(
+        default=True,
+        metadata=_why("nodes of this host and user read each other's memory; false: it lends none and reads none"),
+    )
     is_load_gated: bool = field(
         default=True,
         metadata=_why("leave where it is what an engine computes sooner, by measured speeds, than it would come"),

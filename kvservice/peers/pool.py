@@ -39,6 +39,10 @@ class SilentError(UnavailableError):
     """The peer said nothing for a whole deadline."""
 
 
+class UnsettledError(UnavailableError):
+    """It was begun, and nobody here knows how it ended: it may be done, or about to be undone."""
+
+
 class StoppedError(Exception):
     """What the caller's own code raised while bytes were told to it."""
 
@@ -391,7 +395,8 @@ class Lane:
             if call.may_go_on() and call.resumes <= self._pool.limits.resumes_max:
                 again.append(call)
             else:
-                call.finish(call.error or UnavailableError(f"the connection to {self._pool.name} broke: {error}"))
+                kind = UnavailableError if call.may_go_on() else UnsettledError
+                call.finish(call.error or kind(f"the connection to {self._pool.name} broke: {error}"))
         if error is not None and not is_ours:
             self._pool.dialler.note_broken(error)
         self._pool.put_back(again)

@@ -60,36 +60,41 @@ class PeerDialler:
         self._deadline_s = limits.deadline_s
         self._sends_files = limits.sends_files
         self._on_greeted = on_greeted
-        self._lock = threading.Lock()
+        self._first, self._lock = threading.Lock(), threading.Lock()
         self._session = ClientSession()
         self._fence = Fence()
 
     def dial(self) -> tuple[Channel, ClientSession]:
         """A greeted channel and the session that it belongs to. Raises KVServiceError.
 
-        One at a time, so that all connections belong to one session.
+        The first one alone, so that all connections belong to its session; then several at the same time.
         """
-        with self._lock:
-            try:
-                channel = self._connect()
-            except TimeoutError as error:
-                raise SilentError(f"{self._address} did not answer within {self._deadline_s:g} s") from error
-            except OSError as error:
-                raise UnavailableError(f"{self._address} cannot be reached: {error}") from error
-            try:
-                session = self._greet(channel)
-                channel.set_timeout(None)
-            except TimeoutError as error:
-                channel.close()
-                text = f"{self._address} takes connections and does not greet within {self._deadline_s:g} s"
-                raise SilentError(text) from error
-            except OSError as error:
-                channel.close()
-                raise UnavailableError(f"{self._address} ended the greeting: {error}") from error
-            except BaseException:
-                channel.close()
-                raise
-            return channel, session
+        with self._first:
+            if not self._session.id:
+                return self._dial()
+        return self._dial()
+
+    def _dial(self) -> tuple[Channel, ClientSession]:
+        try:
+            channel = self._connect()
+        except TimeoutError as error:
+            raise SilentError(f"{self._address} did not answer within {self._deadline_s:g} s") from error
+        except OSError as error:
+            raise UnavailableError(f"{self._address} cannot be reached: {error}") from error
+        try:
+            session = self._greet(channel)
+            channel.set_timeout(None)
+        except TimeoutError as error:
+            channel.close()
+            text = f"{self._address} takes connections and does not greet within {self._deadline_s:g} s"
+            raise SilentError(text) from error
+        except OSError as error:
+            channel.close()
+            raise UnavailableError(f"{self._address} ended the greeting: {error}") from error
+        except BaseException:
+            channel.close()
+            raise
+        return channel, session
 
     def _connect(self) -> Channel:
         assert isinstance(self._address, Address), "others have diallers of their own"
@@ -117,16 +122,19 @@ class PeerDialler:
             facts = decode_facts(welcome.facts)
         except InvalidInputError as error:
             raise FrameError(str(error)) from error
-        self._admit(own, facts)
         limits = welcome.limits
-        if welcome.session != self._session.id:
-            fetches_max = max(1, limits.fetches_max // 2)  # the word that one is here comes behind the next request
-            self._session = ClientSession(welcome.session, set(), fetches_max, limits.fetch_bytes_max)
+        with self._lock:
+            self._admit(own, facts)
+            session = self._session
+            if welcome.session != session.id:
+                fetches_max = max(1, limits.fetches_max // 2)  # the word that one is here comes behind the next request
+                session = ClientSession(welcome.session, set(), fetches_max, limits.fetch_bytes_max)
+                self._session = session
         self.record_bytes_max = limits.record_bytes_max
         self.find_queries_max = max(1, limits.find_queries_max)
         self._exchange(channel)
         self._on_greeted(facts)
-        return self._session
+        return session
 
     def _open(self, channel: Channel, own: Facts) -> None:
         """Say who calls, and hear what is spoken there."""

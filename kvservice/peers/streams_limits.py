@@ -41,7 +41,7 @@ class LinkLimits:
     """
 
     deadline_s: float = 1.0
-    bytes_per_s_min: float = 8.0 * MIB
+    bytes_per_s_min: float = 1.0 * MIB
     connections: int = 4
     fetch_bytes_max: int = 64 * MIB
     fetches_max: int = 32

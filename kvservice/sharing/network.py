@@ -40,7 +40,7 @@ from kvservice.peers.streams_local_channel import LOCAL_IDLE_S
 from kvservice.peers.streams_local_server import LocalServer
 from kvservice.peers.streams_server import StreamServer
 from kvservice.peers.weights import Ramp
-from kvservice.sharing.cluster import Alone, Cluster, OnChange
+from kvservice.sharing.cluster import Alone, Cluster, OnChange, OpenLink
 from kvservice.sharing.cold import ColdPlace
 from kvservice.sharing.draining import Drain
 from kvservice.sharing.routed import RoutedPlace
@@ -156,6 +156,8 @@ class Network:
 
     async def _open_local_server(self, host: NodeHost, server: StreamServer) -> None:
         """Beside the peer port, of whose ways it is only one more: without it others come over that."""
+        if not self._settings.shares_memory:
+            return
         path = self._settings.peers_socket_path.absolute()
         local = LocalServer(
             host,
@@ -208,7 +210,7 @@ class Network:
         self.cluster = cluster = Cluster(
             source,
             directory,
-            {Medium.STREAM: self._link, Medium.FLIGHT: self._flight_link, Medium.SHARED_MEMORY: self._local_link},
+            self._openers(),
             self.facts,
             self._is_self,
             self.router,
@@ -223,6 +225,13 @@ class Network:
 
     async def _open_cold(self) -> RemoteTier:
         return await open_remote(self._settings.cold, deadline_s=self._settings.cold_deadline_s)
+
+    def _openers(self) -> dict[Medium, OpenLink]:
+        """What makes links, by medium. Without that of shared memory none is read, whatever others say of theirs."""
+        openers: dict[Medium, OpenLink] = {Medium.STREAM: self._link, Medium.FLIGHT: self._flight_link}
+        if self._settings.shares_memory:
+            openers[Medium.SHARED_MEMORY] = self._local_link
+        return openers
 
     def _link(self, address: Address, on_change: OnChange) -> PeerLink:
         caller = Caller(self.facts, self._outgoing.token, self._outgoing.context)

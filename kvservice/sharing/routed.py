@@ -13,7 +13,7 @@ from typing import TypeVar
 from kvservice.caches import Space
 from kvservice.model.errors import UnavailableError
 from kvservice.model.segment import CacheKey
-from kvservice.peers.pool import SilentError
+from kvservice.peers.pool import SilentError, UnsettledError
 from kvservice.peers.routes import Router
 from kvservice.peers.routes_estimate import Speed
 from kvservice.peers.routes_log import Medium
@@ -133,13 +133,14 @@ class RoutedPlace:
     async def _ask(
         self, question: Callable[[Carrier], Awaitable[T]], ways: Sequence[Carrier] = ()
     ) -> tuple[Carrier, T]:
-        """The answer of the first way that is there, in order."""
+        """The answer of the first way that is there, in order. What may have been done is not asked for again: a record
+        that is being written, and is about to be given up, would seem to be there."""
         began_s, ways = self._clock(), ways or list(self.ways.values())
         for way in ways[:-1]:
             try:
                 return way, await question(way)
-            except UnavailableError:
-                if self._clock() - began_s > AT_ONCE_S:
+            except UnavailableError as error:
+                if self._clock() - began_s > AT_ONCE_S or isinstance(error, UnsettledError):
                     raise
         return ways[-1], await question(ways[-1])
 

@@ -14,11 +14,15 @@ from kvservice.model.identity import Identity
 from kvservice.model.plan import Match, MissReason
 from kvservice.model.rope import Rope
 from kvservice.model.segment import ContextId
+from kvservice.peers.frames import Header, Kind
+from kvservice.peers.pool import UnsettledError
+from kvservice.peers.streams_server_connection import PeerConnection
 from kvservice.sharing.place import Parcel, Question
 from kvservice.storage.arena import Arena
 from kvservice.storage.remote.contract import RemoteName
 from kvservice.store import WriteRequest
 from kvservice.wire.v1 import cache_pb2 as wire
+from kvservice.wire.v1 import peer_pb2
 from kvservice.worker import ThreadWorker
 from tests.peers.stream_world import (
     BIG,
@@ -123,6 +127,21 @@ async def test_a_peers_lookup_counts_as_any_other() -> None:
         assert owner.world.node.counters.lookups.asked == before + 2
         ledger = owner.world.node.accounts.of(owner.client.session.spaces[meta.namespace])
         assert sum(ledger.segments) == 2
+
+
+async def test_of_a_record_that_was_begun_nobody_knows_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The word that it is stored is lost: another try might find a record that is being given up."""
+    reply = PeerConnection._reply
+
+    def cut(self: PeerConnection, header: Header, kind: Kind, message: peer_pb2.PeerStored) -> None:
+        if kind is Kind.STORED:
+            self.shut()
+        reply(self, header, kind, message)
+
+    monkeypatch.setattr(PeerConnection, "_reply", cut)
+    async with owner_node() as owner, link_to(owner.address) as link:
+        with pytest.raises(UnsettledError, match="broke"):
+            await give_new(owner, link)
 
 
 async def test_what_is_given_away_is_found_bit_for_bit() -> None:

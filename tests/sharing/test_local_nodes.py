@@ -194,6 +194,25 @@ def test_what_cannot_be_met_here_is_shared_with_over_tcp(
         assert held(shared) == held(first)
 
 
+@pytest.mark.parametrize("who", ["shared", "sidecar"])
+def test_a_node_that_shares_no_memory_lends_none_and_reads_none(tmp_path: Path, who: str) -> None:
+    port = free_port()
+    with (
+        shared_node(tmp_path / "shared", port, shares_memory=who != "shared") as shared,
+        sidecar(tmp_path / "a", port, shares_memory=who != "sidecar") as node,
+        worker(shared) as writer,
+        worker(node) as reader,
+    ):
+        assert (
+            (tmp_path / "shared/kv.sock.peers").exists() is bool(shared.peers.facts().local_path) is (who != "shared")
+        )
+        rows = writer.store(prompt_of(1))
+        found = reader.restore(prompt_of(1))
+        assert found is not None
+        assert_equal_bits(found[0], rows)
+        assert {one.medium for one in node.peers.router.log.kept} == ways(node) == {Medium.STREAM}
+
+
 @pytest.mark.parametrize(("tenants", "is_met"), [('"*"', True), (f'"{TENANT}"', False)])
 def test_the_way_is_told_to_those_who_may_see_every_tenant(tmp_path: Path, tenants: str, is_met: bool) -> None:
     port, authority = free_port(), Authority(tmp_path / "ca")

@@ -10,6 +10,7 @@ import pytest
 from kvservice.caches import Space
 from kvservice.model.errors import CapacityError, KVServiceError, UnavailableError
 from kvservice.model.segment import CacheKey
+from kvservice.peers.pool import UnsettledError
 from kvservice.peers.routes import Router
 from kvservice.peers.routes_log import Medium
 from kvservice.sharing.place import Offer, Parcel, Question
@@ -83,6 +84,14 @@ async def test_after_a_whole_deadline_nobody_else_is_asked() -> None:
     place, _, second = routed(UnavailableError("silent"), 2 * AT_ONCE_S)
     with pytest.raises(UnavailableError):
         await place.find([])
+    assert second.asked == 0
+
+
+async def test_what_may_have_been_done_is_not_asked_of_another_way() -> None:
+    """It would find its own record there, half written and about to be given up, and take it for stored."""
+    place, _, second = routed(UnsettledError("broke behind GO"), 0.0)
+    with pytest.raises(UnsettledError):
+        await place.store(PARCEL)
     assert second.asked == 0
 
 
