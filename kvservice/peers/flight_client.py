@@ -21,8 +21,8 @@ from kvservice.peers.flight_words import DELETE, FIND, PING, RELEASE, require_fl
 from kvservice.peers.host import Query
 from kvservice.peers.member import Facts, FlightAddress
 from kvservice.peers.pool import SilentError
-from kvservice.peers.streams_client import IDENTITIES_MAX, Transfer, query_of
-from kvservice.peers.streams_client_calls import Identities, PeerFinding, PeerLease, PeerRecord, take_found
+from kvservice.peers.streams_client import IDENTITIES_MAX, Transfer
+from kvservice.peers.streams_client_calls import Identities, PeerFinding, PeerLease, PeerRecord, query_of, take_found
 from kvservice.peers.streams_client_dialler import Caller
 from kvservice.peers.streams_limits import LinkLimits
 from kvservice.peers.streams_messages import decode_facts, encode_key, encode_query

@@ -18,7 +18,8 @@ from typing import NamedTuple
 from kvservice.caches import Space
 from kvservice.model.errors import KVServiceError, UnavailableError
 from kvservice.model.identity import Namespace
-from kvservice.model.segment import CacheKey, ContextId
+from kvservice.model.segment import CacheKey
+from kvservice.peers.ahead_buffers import AheadBuffers
 from kvservice.peers.backoff import Backoff
 from kvservice.peers.frames import Kind
 from kvservice.peers.host import Query
@@ -34,6 +35,7 @@ from kvservice.peers.streams_client_calls import (
     PeerRecord,
     PingCall,
     StoreCall,
+    query_of,
 )
 from kvservice.peers.streams_client_dialler import Caller, PeerDialler, WatchedDialler
 from kvservice.peers.streams_identities import KnownIdentities
@@ -122,7 +124,7 @@ class PeerLink:
         else:
             self._dialler = PeerDialler(address, caller, limits, self._note_greeted)
         self._pool = Pool(self.name, WatchedDialler(self._dialler, self.breaker, self._hear_broken), limits, clock)
-        self._identities = KnownIdentities(IDENTITIES_MAX, identity_of)
+        self._identities, self._ahead = KnownIdentities(IDENTITIES_MAX, identity_of), AheadBuffers()
         self._settling: asyncio.Task[None] | None = None
         self._reviving: asyncio.Task[None] | None = None
         self._reason: BaseException | None = None
@@ -162,7 +164,7 @@ class PeerLink:
             for part in (queries[at : at + step] for at in range(0, len(queries), step))
         ]
         for call in calls[:1]:
-            call.take_ahead(ahead_bytes)
+            call.take_ahead(ahead_bytes, self._ahead)
         results = await asyncio.gather(*(self._run(call) for call in calls), return_exceptions=True)
         for result in results:
             if isinstance(result, BaseException):
@@ -185,6 +187,7 @@ class PeerLink:
     def let_go(self, records: Iterable[RemoteRecord]) -> None:
         """See Place. A lease ends with the last of its records."""
         for record in records:
+            self._ahead.give_back(record.ahead)
             lease = record.lease if isinstance(record, PeerRecord) else None
             if lease is not None and lease.records > 0:
                 lease.records -= 1
@@ -403,18 +406,3 @@ class PeerLink:
 def _resolve(done: "asyncio.Future[None]") -> None:
     if not done.done():
         done.set_result(None)
-
-
-def query_of(question: Question) -> Query:
-    """The same question, for another node."""
-    asked = question.asked
-    return Query(
-        question.space.namespace,
-        question.segment,
-        [ContextId(one) for one in asked.accepted_contexts],
-        asked.position,
-        asked.tokens,
-        asked.may_shift,
-        max(asked.affinity_min, question.affinity + 1) if question.affinity >= 0 else asked.affinity_min,
-        question.marks,
-    )

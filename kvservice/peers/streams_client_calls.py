@@ -10,13 +10,15 @@ import numpy as np
 from kvservice.model.errors import CorruptError, InvalidInputError, KVServiceError, RecordFormatError, error_from_code
 from kvservice.model.identity import Namespace
 from kvservice.model.plan import Match, MissReason
-from kvservice.model.segment import CacheKey
+from kvservice.model.segment import CacheKey, ContextId
+from kvservice.peers.ahead_buffers import AheadBuffers
 from kvservice.peers.frames import FrameError, Header, Kind
 from kvservice.peers.host import Answer, FoundHead, Query
 from kvservice.peers.member import Facts
 from kvservice.peers.pool import Call, ClientSession, StoppedError
 from kvservice.peers.streams_channel import Channel, Source, pieces_of
 from kvservice.peers.streams_messages import decode_answer, decode_facts, encode_key, encode_query
+from kvservice.sharing.place import Question
 from kvservice.storage.buffer import Bytes
 from kvservice.storage.record_reader import RecordHead, read_head
 from kvservice.storage.remote.contract import OnPiece, RemoteName, RemoteRecord
@@ -57,6 +59,21 @@ class PeerFinding:
     master: PeerRecord | None = None
 
 
+def query_of(question: Question) -> Query:
+    """The same question, for another node."""
+    asked = question.asked
+    return Query(
+        question.space.namespace,
+        question.segment,
+        [ContextId(one) for one in asked.accepted_contexts],
+        asked.position,
+        asked.tokens,
+        asked.may_shift,
+        max(asked.affinity_min, question.affinity + 1) if question.affinity >= 0 else asked.affinity_min,
+        question.marks,
+    )
+
+
 class FindCall(Call):
     """Asks for segments; ``findings`` are in the order of the queries. ``corrupt``: heads that lied."""
 
@@ -68,11 +85,13 @@ class FindCall(Call):
         self._queries = queries
         self._identities = identities
         self._ttl_s, self._wait_s, self._ahead_bytes = ttl_s, wait_s, 0
+        self._buffers = AheadBuffers()
         self._session: ClientSession | None = None
 
-    def take_ahead(self, count: int) -> None:
-        """So many bytes of first layers, at most, may come with the answer."""
+    def take_ahead(self, count: int, buffers: AheadBuffers) -> None:
+        """So many bytes of first layers, at most, may come with the answer, into buffers of these."""
         self.expected_bytes = self._ahead_bytes = count
+        self._buffers = buffers
 
     def must_lead(self, session: ClientSession) -> bool:
         """See Call."""
@@ -111,7 +130,7 @@ class FindCall(Call):
         counts = [one.ahead_bytes for answer in found.answers for one in _heads(answer) if one.ahead_bytes]
         if sum(counts) > self._ahead_bytes:
             raise FrameError(f"{sum(counts)} bytes come with an answer, {self._ahead_bytes} were asked for")
-        ahead = [np.empty(count, np.uint8) for count in counts]
+        ahead = [self._buffers.take(count) for count in counts]
         for target in ahead:
             _receive_all(channel, request, target.data, moved)
         if ahead:

@@ -71,7 +71,9 @@ class RoutedPlace:
     @property
     def ahead_bytes(self) -> int:
         """See Place: what the first way, which carries questions, brings in AHEAD_S; and no more than came from there
-        before, for how fast it is may be a guess."""
+        before, for how fast it is may be a guess. None where its memory is read: nothing is nearer."""
+        if Medium.SHARED_MEMORY in self.ways:
+            return 0
         speed = self._router.speed(self.name, self._first)
         return min(AHEAD_BYTES_MAX, int(speed.bytes_per_s * AHEAD_S), max(AHEAD_BYTES_FIRST, self.brought_bytes))
 

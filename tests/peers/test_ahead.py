@@ -11,6 +11,7 @@ import pytest
 from kvservice.model.cache import CacheMeta
 from kvservice.model.errors import UnavailableError
 from kvservice.peers import streams_server_connection
+from kvservice.peers.ahead_buffers import AheadBuffers
 from kvservice.peers.frames import Kind
 from kvservice.peers.host_loop import NodeLoop
 from kvservice.peers.streams_channel import Channel
@@ -143,6 +144,46 @@ async def test_from_ssd_the_layer_comes_as_soon_as_it_was_read() -> None:
         for _ in range(2):
             await release(reads)
         await settled(lambda: owner.cache(meta) not in owner.world.node.catalog.arriving)
+
+
+# Buffers
+
+
+def test_a_buffer_that_is_given_back_is_used_again_and_by_one_alone() -> None:
+    buffers = AheadBuffers()
+    first = buffers.take(100_000)
+    second = buffers.take(100_000)
+    assert not np.shares_memory(first, second)
+    buffers.give_back(first)
+    buffers.give_back(first)
+    third, fourth = buffers.take(50_000), buffers.take(50_000)
+    assert (len(third), np.shares_memory(first, third)) == (50_000, True)
+    assert not any(np.shares_memory(one, fourth) for one in (first, second))
+
+
+def test_of_a_buffer_that_is_too_short_a_new_one_is_made() -> None:
+    buffers = AheadBuffers()
+    first = buffers.take(1000)
+    buffers.give_back(first)
+    assert len(buffers.take(MIB)) == MIB
+
+
+def test_memory_of_others_is_not_taken_over() -> None:
+    buffers, foreign = AheadBuffers(), np.zeros(1000, np.uint8)
+    for one in (None, foreign, foreign[:10]):
+        buffers.give_back(one)
+    assert not np.shares_memory(buffers.take(10), foreign)
+
+
+async def test_a_record_that_is_let_go_of_gives_its_buffer_back(linked: Linked) -> None:
+    async with linked() as (owner, link):
+        meta = await owner.store("one")
+        places = []
+        for _ in range(3):
+            (finding,) = await ask(link, owner, [meta], MIB)
+            places.append(ahead_of(finding.record).ctypes.data)
+            link.let_go([finding.record] if finding.record else [])
+        assert len(set(places)) == 1
 
 
 # What goes wrong

@@ -184,3 +184,11 @@ def test_no_more_is_asked_for_than_comes_soon_and_came_before() -> None:
     for _ in range(20):
         router.measured(place.name, Medium.STREAM, 1 << 20, 1.0)
     assert place.ahead_bytes < 16 << 10, "a slow link: 10 ms"
+
+
+def test_of_a_node_whose_memory_is_read_nothing_is_asked_for() -> None:
+    """Its first layer is a copy away."""
+    now_s = [0.0]
+    place = RoutedPlace(Router(lambda: now_s[0]), {Medium.STREAM: Way("stream", now_s)})
+    place.add_way(Medium.SHARED_MEMORY, Way("local", now_s))
+    assert place.ahead_bytes == 0
