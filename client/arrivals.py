@@ -3,8 +3,10 @@
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Protocol
 
+from kvservice.client.transport import PendingCall
 from kvservice.model.errors import KVServiceError, UnavailableError, error_from_code
 from kvservice.model.lease import Lease
 from kvservice.model.plan import Location
@@ -16,6 +18,9 @@ ARRIVE_TIMEOUT_S = 60.0
 
 class AwaitsArrivals(Protocol):
     """A session, as far as this needs one."""
+
+    def begin_await(self, lease: Lease, step: int) -> PendingCall:
+        """The same as ``await_arrivals``, sent now and read later."""
 
     def await_arrivals(self, lease: Lease, step: int) -> wire.AwaitReply:
         """The loads of the lease that changed after ``step``, once there is one; and the step to ask with next."""
@@ -33,8 +38,23 @@ class Arrivals:
         self._clock = clock
         self._lock = threading.Lock()
         self._step = 0
+        self._asked: PendingCall | None = None
         self._layers: dict[int, int] = {}
         self._errors: dict[int, KVServiceError] = {}
+
+    def ask_ahead(self) -> None:
+        """Send the next question, and do not wait: who waits then reads its answer. Twice is no error."""
+        with self._lock:
+            if self._asked is None:
+                with suppress(KVServiceError):  # who waits asks again, and is told why
+                    self._asked = self._session.begin_await(self._lease, self._step)
+
+    def give_up(self) -> None:
+        """Let go of a question that was sent ahead, if nobody waited for its answer. Who waits later asks again."""
+        with self._lock:
+            asked, self._asked = self._asked, None
+        if asked is not None:
+            asked.give_up()
 
     def wait_for(self, place: Location, layers: int, timeout_s: float = ARRIVE_TIMEOUT_S) -> int:
         """Return once the first ``layers`` layers at ``place`` are there and verified; how many are.
@@ -58,7 +78,8 @@ class Arrivals:
             return self._layers[offset]
 
     def _ask(self) -> None:
-        reply = self._session.await_arrivals(self._lease, self._step)
+        asked, self._asked = self._asked, None
+        reply = self._session.await_arrivals(self._lease, self._step) if asked is None else asked.reply()
         self._step = reply.step
         for arrival in reply.arrivals:
             self._layers[arrival.offset] = arrival.layers

@@ -8,6 +8,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
 from kvservice.model.errors import StaleEpochError, UnavailableError, error_from_code
@@ -81,19 +82,31 @@ class CallSocket:
 
     def call(self, name: str, message: bytes, timeout_s: float) -> bytes:
         """The reply to one call. Raises the error that the node named, or UnavailableError when it does not answer."""
-        deadline_s, frame = time.monotonic() + timeout_s, pack_call(name, message)
+        self.begin(name, message, timeout_s)
+        return self.finish(name, timeout_s)
+
+    def begin(self, name: str, message: bytes, timeout_s: float) -> None:
+        """Send a call, whose answer ``finish`` reads: until then the connection is of no use for anything else."""
+        frame = pack_call(name, message)
         try:
             self._wait_at_most(timeout_s)
             self._socket.sendall(frame)
+        except BaseException as error:
+            self.is_usable = False
+            if isinstance(error, OSError):
+                raise self._unavailable(name, timeout_s, error) from error
+            raise
+
+    def finish(self, name: str, timeout_s: float) -> bytes:
+        """The reply to the call that ``begin`` sent, within so many seconds from now. Raises as ``call``."""
+        deadline_s = time.monotonic() + timeout_s
+        try:
+            self._wait_at_most(timeout_s)
             code, answer = self._receive(deadline_s)
-        except TimeoutError as error:
+        except BaseException as error:
             self.is_usable = False
-            raise UnavailableError(f"{self._path} did not answer {name} within {timeout_s:g} s; {ADVICE}") from error
-        except OSError as error:
-            self.is_usable = False
-            raise UnavailableError(f"{self._path} cannot be reached for {name}: {error}; {ADVICE}") from error
-        except BaseException:
-            self.is_usable = False
+            if isinstance(error, OSError):
+                raise self._unavailable(name, timeout_s, error) from error
             raise
         if code:
             raise error_from_code(code, answer.decode(errors="replace"))
@@ -125,6 +138,11 @@ class CallSocket:
         """End what another thread waits for on it."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
+
+    def _unavailable(self, name: str, timeout_s: float, error: OSError) -> UnavailableError:
+        if isinstance(error, TimeoutError):
+            return UnavailableError(f"{self._path} did not answer {name} within {timeout_s:g} s; {ADVICE}")
+        return UnavailableError(f"{self._path} cannot be reached for {name}: {error}; {ADVICE}")
 
     def _wait_at_most(self, timeout_s: float) -> None:
         if timeout_s != self._timeout_s:  # setting it costs a system call, 2 us
@@ -159,6 +177,31 @@ class CallSocket:
         return held
 
 
+class BegunCall:
+    """A call that was sent, and the connection over which its answer comes. One thread at a time."""
+
+    def __init__(self, taken: CallSocket, name: str, give_back: Callable[[CallSocket], None]) -> None:
+        self._taken: CallSocket | None = taken
+        self._name = name
+        self._give_back = give_back
+
+    def finish(self, timeout_s: float) -> bytes:
+        """The reply. Once only. Raises as ``CallSocket.call``."""
+        taken, self._taken = self._taken, None
+        assert taken is not None, self._name
+        try:
+            return taken.finish(self._name, timeout_s)
+        finally:
+            self._give_back(taken)
+
+    def give_up(self) -> None:
+        """Nobody wants the answer any more: the connection is closed. Does nothing once it was read."""
+        taken, self._taken = self._taken, None
+        if taken is not None:
+            taken.is_usable = False
+            self._give_back(taken)
+
+
 class CallSockets:
     """The call connections of one session, opened as they are needed. Safe from any thread.
 
@@ -183,6 +226,18 @@ class CallSockets:
             return taken.call(name, message, timeout_s)
         finally:
             self._give_back(taken)
+
+    def begin(self, name: str, message: bytes, timeout_s: float) -> "BegunCall | None":
+        """Send a call whose answer is read later; None if every connection is in use. Raises as ``CallSocket.call``."""
+        taken = self._take()
+        if taken is None:
+            return None
+        try:
+            taken.begin(name, message, timeout_s)
+        except BaseException:
+            self._give_back(taken)
+            raise
+        return BegunCall(taken, name, self._give_back)
 
     def post(self, name: str, message: bytes) -> bool:
         """Send a call that nobody waits for; False if every connection is in use. Raises UnavailableError.

@@ -10,7 +10,7 @@ with Client.connect("unix:/run/user/1000/kvservice.sock", identity) as client:
 import json
 import os
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
@@ -22,6 +22,7 @@ from kvservice.client.in_process import InProcessTransport, LocalNode
 from kvservice.client.paged import CpuPaged, PagedKV, PagedMemory, Slots
 from kvservice.client.plans import Plans, PromptPlan, look_up
 from kvservice.client.restore import Progress, Restore, RestoreWork, plan_restore
+from kvservice.client.restore_threads import RestoreThreads
 from kvservice.client.rounds import RoundPrompt
 from kvservice.client.security import Security
 from kvservice.client.session import LEASE_TTL_S, Session
@@ -35,6 +36,8 @@ from kvservice.wire.v1 import cache_pb2 as wire
 
 RESTORE_THREADS = 2
 """Restores that run at a time; each is one thread, since one restore alone is bound by memory, not by a core."""
+STARTED_BYTES_MAX = 1 << 20
+"""Of a first layer that the caller's thread writes: 0.1 to 0.2 ms, which waking another thread may take too."""
 
 
 class Client:
@@ -45,7 +48,7 @@ class Client:
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self._workers = ThreadPoolExecutor(RESTORE_THREADS, thread_name_prefix="kvservice-restore")
+        self._threads = RestoreThreads(RESTORE_THREADS)
         self._pinned: PinnedArena | None = None
         self._memory: CpuPaged | None = None  # checking a model's tensors costs 0.5 ms: kept for the next call
 
@@ -103,7 +106,7 @@ class Client:
 
     def close(self) -> None:
         """Let running restores end, fail queued ones (UnavailableError), end the session. Safe to call twice."""
-        self._workers.shutdown(wait=True, cancel_futures=True)
+        self._threads.close()
         self._unpin()
         self._memory = None
         self.session.close()
@@ -137,6 +140,8 @@ class Client:
     ) -> Restore:
         """Write what was found to paged KV, on another thread, layer by layer; returns at once. ``wait`` for it.
 
+        A first layer of up to 1 MiB is written here, if a thread is free for the rest and ``on_progress`` is not given.
+
         ``paged_kv``: per layer, per plane a tensor ``[blocks, block_size, heads, head_size]``. ``slots``: per prompt
         int64 ``[prompt tokens]``; -1 leaves a row out. Rows of segments that were not found are left as they are.
         ``verify`` checks every layer's checksum again while reading. Without it the bytes are those that the node
@@ -148,11 +153,12 @@ class Client:
         CorruptError, naming the cache, when ``verify`` finds other bytes: rows already written must then be computed;
         UnavailableError, with nothing written, if the client was closed before the restore began.
         """
+        plans.ask_ahead()  # the node looks for news while slots and memory are checked here
         identity = self._one_identity([plan.prompt for plan in plans])
         memory = self._paged(paged_kv, identity)
         work = plan_restore(self.session, plans, slots, memory)
         restore = Restore(work, identity.geometry.layers)
-        self._begin(restore, work, plans, verify=verify, on_progress=on_progress)
+        self._threads.begin(_RestoreJob(restore, work, plans, verify, on_progress))
         return restore
 
     def store(
@@ -219,19 +225,6 @@ class Client:
         document: dict[str, object] = json.loads(self.session.stats_json())
         return document
 
-    def _begin(
-        self, restore: Restore, work: RestoreWork, plans: Plans, *, verify: bool, on_progress: Progress | None
-    ) -> None:
-        def fail_if_cancelled(future: "Future[None]") -> None:
-            if future.cancelled():
-                restore.fail(UnavailableError("the client was closed before the restore began; nothing was written"))
-
-        try:
-            future = self._workers.submit(restore.run, work, plans, verify=verify, on_progress=on_progress)
-        except RuntimeError as error:
-            raise UnavailableError(f"the client was closed: {error}; connect a new one") from error
-        future.add_done_callback(fail_if_cancelled)
-
     def _one_identity(self, prompts: Sequence[RoundPrompt]) -> Identity:
         namespaces = {prompt.namespace for prompt in prompts}
         if len(namespaces) > 1:
@@ -252,6 +245,27 @@ class Client:
         pinned, self._pinned = self._pinned, None
         if pinned is not None:
             pinned.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _RestoreJob:
+    restore: Restore
+    work: RestoreWork
+    plans: Plans
+    is_verified: bool
+    on_progress: Progress | None
+
+    def start(self) -> None:
+        """The first layer, if it takes no longer than waking a thread would: the engine waits for it."""
+        is_small = 0 < self.work.layer_bytes <= min(STARTED_BYTES_MAX, self.work.memory.batch_bytes_max)
+        if is_small and self.on_progress is None:
+            self.restore.start(self.work, self.plans, verify=self.is_verified)
+
+    def run(self) -> None:
+        self.restore.run(self.work, self.plans, verify=self.is_verified, on_progress=self.on_progress)
+
+    def fail(self) -> None:
+        self.restore.fail(UnavailableError("the client was closed before the restore began; nothing was written"))
 
 
 def _wire_key(key: CacheKey) -> wire.CacheKey:

@@ -4,7 +4,7 @@ from typing import Any, Protocol
 
 from google.protobuf.message import Message
 
-from kvservice.client.transport import CALL_TIMEOUT_S, Arena
+from kvservice.client.transport import CALL_TIMEOUT_S, Arena, LateCall, PendingCall
 from kvservice.model.errors import UnavailableError
 from kvservice.wire.v1.cache_pb2 import Hello, Registered, RegisterIdentities, Welcome
 
@@ -59,6 +59,11 @@ class InProcessTransport:
         """The node's reply; calls in a process need no deadline."""
         self._open_id()
         return self._node.call(name, request)
+
+    def begin(self, name: str, request: Message) -> PendingCall:
+        """Made when its answer is wanted: nothing travels within a process."""
+        self._open_id()
+        return LateCall(self.call, name, request)
 
     def post(self, name: str, request: Message) -> None:
         """Begin a call without waiting for it."""

@@ -5,6 +5,7 @@ Deadlines are this host's monotonic clock, counted from *before* the node was as
 after the node has let it go.
 """
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -102,6 +103,7 @@ class LeaseKeeper:
         self._book = LeaseBook()
         self._changed = threading.Condition()
         self._is_closed = False
+        self._wakes_s = math.inf
         self._thread: threading.Thread | None = None
 
     def __len__(self) -> int:
@@ -116,7 +118,8 @@ class LeaseKeeper:
             if self._is_threaded and not is_running and not self._is_closed:  # a thread that died must not be the last
                 self._thread = threading.Thread(target=self._run, name="kvservice-leases", daemon=True)
                 self._thread.start()
-            self._changed.notify()
+            if asked_s + ttl_s / RENEWALS_PER_TTL < self._wakes_s:  # mostly it wakes early enough: no switch of threads
+                self._changed.notify()
 
     def drop(self, lease: LeaseId) -> bool:
         """Stop keeping a lease; True if it was kept."""
@@ -177,5 +180,6 @@ class LeaseKeeper:
                 wait_s = None if due_s is None else due_s - self._clock()
                 if wait_s is not None and wait_s <= 0:
                     return True
+                self._wakes_s = math.inf if due_s is None else due_s
                 self._changed.wait(wait_s)
             return False

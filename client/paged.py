@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from itertools import product
+from operator import is_
 from typing import Protocol
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kvservice.kernels import cpu
+from kvservice.kernels import cpu, cpu_tables
 from kvservice.kernels.rotation import rotation_table
 from kvservice.kernels.shapes import Bits, KernelInputError, Rotation, Target, check_dtype, check_slots
 from kvservice.kernels.tensors import numpy_bits
@@ -68,7 +69,9 @@ def prompt_slots(slots: Tensor | Slots, tokens: int) -> Slots:
 
     Always a copy, made before any check: what was checked is what is used, though the caller changes its own.
     """
-    found = np.array(slots.detach().cpu().numpy() if isinstance(slots, Tensor) else slots, order="C")
+    if isinstance(slots, Tensor):  # mostly int64 in host memory: torch then needs two calls less
+        slots = slots.numpy() if slots.dtype is torch.int64 and slots.is_cpu else slots.detach().cpu().numpy()
+    found = np.array(slots, order="C")
     if found.ndim != 1 or found.dtype != np.int64:
         raise InvalidInputError(f"slots must be int64 [prompt tokens], not {found.dtype} {list(found.shape)}")
     if len(found) != tokens:
@@ -78,7 +81,10 @@ def prompt_slots(slots: Tensor | Slots, tokens: int) -> Slots:
 
 def check_target_slots(slots: Sequence[Slots], slot_count: int) -> None:
     """Raise SlotError unless every slot is -1 or in range, and none is there twice, over all targets of a restore."""
-    try:
+    is_used = np.zeros(slot_count // 64 + 1, np.uint64)
+    if all(cpu_tables.are_distinct(one, slot_count, is_used) for one in slots):
+        return
+    try:  # says what is wrong
         check_slots(slots, slot_count)
     except KernelInputError as error:
         raise SlotError(f"{error}; nothing was written") from error
@@ -86,12 +92,14 @@ def check_target_slots(slots: Sequence[Slots], slot_count: int) -> None:
 
 def layer_rotations(identity: Identity) -> tuple[Rotation, ...]:
     """How every layer's keys rotate; a position-pinned layer rotates nothing, since nothing of it may move."""
-    return tuple(Rotation(rope.frequencies, rope.is_interleaved) for rope in identity.rope)
+    known = {id(rope): Rotation(rope.frequencies, rope.is_interleaved) for rope in identity.rope}
+    return tuple(known[id(rope)] for rope in identity.rope)
 
 
 def check_moves(rotations: Iterable[Rotation], moves: Iterable[int]) -> None:
     """Raise InvalidInputError unless every layer's keys can be moved by so many positions."""
-    for rotation, by in product(set(rotations), set(moves)):
+    distinct = {id(one): one for one in rotations}.values()  # mostly one: to hash it is to read all its frequencies
+    for rotation, by in product(distinct, {one for one in moves if one}):
         try:
             rotation_table(rotation, by)
         except KernelInputError as error:
@@ -149,7 +157,8 @@ class CpuPaged:
         self.rotations = layer_rotations(identity)
         bits = check_dtype(geometry.dtype)
         self._identity = identity
-        self._tensors = [(tensor, tensor.data_ptr()) for planes in paged_kv for tensor in planes]
+        self._tensors = [tensor for planes in paged_kv for tensor in planes]
+        self._addresses = [tensor.data_ptr() for tensor in self._tensors]
         views = [[numpy_bits(tensor) for tensor in planes] for planes in paged_kv]
         self.layers = [cpu.paged_layer(planes, geometry.planes, bits) for planes in views]
         self.table = cpu.paged_layers(self.layers, geometry.planes, self.rotations, geometry.dtype)
@@ -160,7 +169,8 @@ class CpuPaged:
         return (
             identity is self._identity
             and [len(planes) for planes in paged_kv] == [len(identity.geometry.planes)] * identity.geometry.layers
-            and all(one is ours and one.data_ptr() == at for one, (ours, at) in zip(given, self._tensors, strict=True))
+            and all(map(is_, given, self._tensors))
+            and list(map(Tensor.data_ptr, given)) == self._addresses
         )
 
     def prepare(

@@ -1,10 +1,12 @@
 """What a lookup found for the prompts of a round, under one lease. Torch-free."""
 
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self, overload
 
+from kvservice.client.arrivals import Arrivals
 from kvservice.client.rounds import PromptSegment, RoundPrompt
 from kvservice.client.session import NO_LEASE, Session, location_of
 from kvservice.model.cache import MasterReference
@@ -42,6 +44,12 @@ class PromptPlan:
     plan: Plan
 
     @property
+    def is_arriving(self) -> bool:
+        """Was something of it not in memory when it was found?"""
+        places = (place for one in self.plan.segments for place in (one.record, one.master))
+        return any(place is not None and place.is_arriving for place in places)
+
+    @property
     def hits(self) -> tuple[tuple[PromptSegment, PlannedSegment], ...]:
         """The segments that can be restored, in prompt order."""
         pairs = zip(self.prompt.segments, self.plan.segments, strict=True)
@@ -76,6 +84,8 @@ class Plans(Sequence[PromptPlan]):
         self.lease = lease
         self._session = session
         self._plans = tuple(plans)
+        self._lock = threading.Lock()
+        self._asked: Arrivals | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -110,8 +120,25 @@ class Plans(Sequence[PromptPlan]):
         if self.lease.id != NO_LEASE:
             self._session.check_lease(self.lease)
 
+    def ask_ahead(self) -> None:
+        """Ask for the arrival of what is on its way, and do not wait: a restore has slots to check meanwhile.
+
+        Does nothing where all was in memory. Twice is no error.
+        """
+        with self._lock:
+            if self._asked is None and any(plan.is_arriving for plan in self._plans):
+                self._asked = Arrivals(self._session, self.lease)
+                self._asked.ask_ahead()
+
+    def take_arrivals(self) -> Arrivals:
+        """Whom to ask of what is on its way: with the question that was sent ahead, for who comes first. Give it up."""
+        with self._lock:
+            asked, self._asked = self._asked, None
+        return asked or Arrivals(self._session, self.lease)
+
     def close(self) -> None:
         """Release the lease without waiting for the node; that it is gone is no error. Safe to call twice."""
+        self.take_arrivals().give_up()
         try:
             self._session.let_go(self.lease.id)
         except KVServiceError:  # the node frees it with the session, or when it runs out

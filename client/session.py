@@ -12,7 +12,7 @@ import numpy as np
 from google.protobuf.message import Message
 
 from kvservice.client.leases import Clock, LeaseKeeper
-from kvservice.client.transport import CALL_TIMEOUT_S, Arena, Transport
+from kvservice.client.transport import CALL_TIMEOUT_S, Arena, PendingCall, Transport
 from kvservice.model.cache import Extent, Tier
 from kvservice.model.errors import (
     InvalidIdentityError,
@@ -246,8 +246,11 @@ class Session:
 
         Returns without news after some seconds. Raises LeaseExpiredError when the lease is over.
         """
-        request = wire.AwaitRequest(session=self._reference(), lease_id=lease.id, step=step)
-        return self._call("Await", request, wire.AwaitReply)
+        return self._call("Await", self._await_request(lease, step), wire.AwaitReply)
+
+    def begin_await(self, lease: Lease, step: int) -> PendingCall:
+        """The same, sent now and read later. Raises UnavailableError when it cannot be sent."""
+        return self._transport.begin("Await", self._await_request(lease, step))
 
     def verify(self, namespace: Namespace, keys: Sequence[CacheKey]) -> list[Outcome]:
         """Have the node look at the bytes of caches: HIT if intact, CORRUPT if not (it then never answers again)."""
@@ -304,6 +307,9 @@ class Session:
         if offset + length > len(self._arena):
             raise KVServiceError(f"{self.address} named bytes {offset}+{length} of an arena of {len(self._arena)}")
         return self._arena[offset : offset + length]
+
+    def _await_request(self, lease: Lease, step: int) -> wire.AwaitRequest:
+        return wire.AwaitRequest(session=self._reference(), lease_id=lease.id, step=step)
 
     def _lease_ttl_s(self) -> float:
         return min(self._ttl_s, self.limits.lease_ttl_s_max)

@@ -13,10 +13,10 @@ from typing import Any
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from kvservice.client.call_sockets import CallSockets, greet
+from kvservice.client.call_sockets import BegunCall, CallSockets, greet
 from kvservice.client.security import NO_SECURITY, Security
 from kvservice.client.session_stream import SessionStream
-from kvservice.client.transport import CALL_TIMEOUT_S, Arena
+from kvservice.client.transport import CALL_TIMEOUT_S, Arena, LateCall, PendingCall
 from kvservice.model.errors import KVServiceError, UnavailableError
 from kvservice.model.frames import ARENA_MAGIC
 from kvservice.storage.arena import attach_arena
@@ -40,6 +40,20 @@ class _Connected:
     def close(self) -> None:
         self.stream.close()
         self.calls.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """A call under way on a connection of its own."""
+
+    begun: BegunCall
+    kind: type[Message]
+
+    def reply(self, timeout_s: float = CALL_TIMEOUT_S) -> Any:
+        return self.kind.FromString(self.begun.finish(timeout_s))
+
+    def give_up(self) -> None:
+        self.begun.give_up()
 
 
 class SharedMemoryTransport:
@@ -74,6 +88,11 @@ class SharedMemoryTransport:
         if answer is None:
             return connected.stream.call(name, request, timeout_s)
         return _REPLIES[name].FromString(answer)
+
+    def begin(self, name: str, request: Message) -> PendingCall:
+        """Send a call whose answer is read later. Raises UnavailableError when the session's stream has ended."""
+        begun = self._open().calls.begin(name, request.SerializeToString(), CALL_TIMEOUT_S)
+        return LateCall(self.call, name, request) if begun is None else _Pending(begun, _REPLIES[name])
 
     def post(self, name: str, request: Message) -> None:
         """Send a call without waiting. Raises UnavailableError when it cannot be sent."""

@@ -41,6 +41,22 @@ def slot_bounds(slots: Int64s) -> tuple[int, int]:
 
 
 @njit(cache=True)
+def are_distinct(slots: Int64s, slot_count: int, is_used: npt.NDArray[np.uint64]) -> bool:
+    """Are all slots -1, or in ``[0, slot_count)`` and not used before; notes them in ``is_used``, a bit a slot."""
+    for i_row in range(len(slots)):
+        slot = slots[i_row]
+        if slot == -1:
+            continue
+        if slot < 0 or slot >= slot_count:
+            return False
+        bit = np.uint64(1) << np.uint64(slot & 63)
+        if is_used[slot >> 6] & bit:
+            return False
+        is_used[slot >> 6] |= bit
+    return True
+
+
+@njit(cache=True)
 def note_target(
     jobs: Int64s, columns: Int64s, i_target: int, slots: Int64s, turns: Int64s, mirror_turns: Int64s
 ) -> tuple[int, int, int]:

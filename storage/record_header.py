@@ -2,6 +2,7 @@
 
 import struct
 from collections.abc import Sequence
+from functools import lru_cache
 
 from google.protobuf.message import DecodeError
 
@@ -73,7 +74,7 @@ def meta_of_header(header: RecordHeader) -> CacheMeta:
             key=CacheKey(SegmentId(header.segment), ContextId(header.context)),
             position=header.position,
             tokens=header.tokens,
-            geometry=_geometry_of_shape(header.geometry),
+            geometry=_geometry_of_bytes(header.geometry.SerializeToString()),
             provenance=header.provenance,
             preceding=_marks_of(header.preceding),
             master=_reference_of_header(header),
@@ -111,7 +112,10 @@ def _shape_of_geometry(geometry: Geometry) -> GeometryShape:
     return GeometryShape(layers=geometry.layers, dtype=geometry.dtype, planes=planes)
 
 
-def _geometry_of_shape(shape: GeometryShape) -> Geometry:
+@lru_cache(maxsize=64)
+def _geometry_of_bytes(data: bytes) -> Geometry:
+    """By what the header says of it: all caches of an engine say the same."""
+    shape = GeometryShape.FromString(data)
     planes = tuple(
         Plane(plane.name, plane.heads, plane.head_size, plane.rotary_offset, plane.rotary_size)
         for plane in shape.planes

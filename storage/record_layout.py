@@ -3,6 +3,8 @@
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -78,8 +80,7 @@ class RowSizes:
     @classmethod
     def of(cls, geometry: Geometry) -> "RowSizes":
         """The sizes of a geometry's rows."""
-        sizes = tuple((geometry.row_bytes(plane), plane.row_elements) for plane in geometry.planes)
-        return cls(BITS_OF_ELEMENT[geometry.element_bytes], sizes)
+        return _row_sizes(geometry)
 
     def total_bytes(self, counts: Sequence[int]) -> int:
         """Bytes of so many rows, given plane by plane."""
@@ -95,6 +96,12 @@ class RowSizes:
             start = end
         assert start == len(rows), (start, len(rows))
         return views
+
+
+@lru_cache(maxsize=64)
+def _row_sizes(geometry: Geometry) -> RowSizes:
+    sizes = tuple((geometry.row_bytes(plane), plane.row_elements) for plane in geometry.planes)
+    return RowSizes(BITS_OF_ELEMENT[geometry.element_bytes], sizes)
 
 
 def rows_offset(run_counts: Sequence[int]) -> int:
@@ -137,11 +144,13 @@ def _count_short(runs: list[list[int]], tokens: int) -> int:
 
 def place_sections(header_bytes: int, section_bytes: Sequence[int]) -> RecordLayout:
     """Offsets follow from sizes: each section starts at the next multiple of 64 bytes."""
-    offsets, end = [], round_up(PREFIX_BYTES + header_bytes, SECTION_ALIGNMENT)
-    for length in section_bytes:
-        offsets.append(end)
-        end += round_up(length, SECTION_ALIGNMENT)
-    return RecordLayout(header_bytes, tuple(offsets), tuple(section_bytes), end)
+    lengths, start = tuple(section_bytes), round_up(PREFIX_BYTES + header_bytes, SECTION_ALIGNMENT)
+    if lengths and lengths.count(lengths[0]) == len(lengths):  # a master: not a step of Python a section
+        step = round_up(lengths[0], SECTION_ALIGNMENT)
+        offsets = tuple(start + step * index for index in range(len(lengths)))
+        return RecordLayout(header_bytes, offsets, lengths, start + step * len(lengths))
+    ends = tuple(accumulate((round_up(length, SECTION_ALIGNMENT) for length in lengths), initial=start))
+    return RecordLayout(header_bytes, ends[:-1], lengths, ends[-1])
 
 
 def _layout(meta: CacheMeta, section_bytes: Sequence[int]) -> RecordLayout:

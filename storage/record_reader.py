@@ -33,7 +33,7 @@ from kvservice.storage.record_layout import (
     place_sections,
     rows_offset,
 )
-from kvservice.storage.record_writer import padding_of, record_generation
+from kvservice.storage.record_writer import padding_at, record_generation
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +65,12 @@ def read_head(buffer: Bytes) -> RecordHead:
     meta = meta_of_header(header)
     if kind != meta.kind:
         raise CorruptError(f"cache {meta.key}: the prefix says kind {kind}, the header {meta.kind.name}")
-    _check_sections(meta, header.section_bytes, header.section_checksums)
-    layout = place_sections(header_bytes, header.section_bytes)
+    section_bytes, section_checksums = tuple(header.section_bytes), tuple(header.section_checksums)
+    _check_sections(meta, section_bytes, section_checksums)
+    layout = place_sections(header_bytes, section_bytes)
     if layout.record_bytes != record_bytes:
         raise CorruptError(f"cache {meta.key}: {record_bytes} bytes said, its sections make {layout.record_bytes}")
-    return RecordHead(meta, layout, tuple(header.section_checksums), said)
+    return RecordHead(meta, layout, section_checksums, said)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +102,6 @@ class RecordReader:
         if len(buffer) < self.layout.record_bytes:
             raise CorruptError(f"{self}: {self.layout.record_bytes} bytes said, the buffer has {len(buffer)}")
         self._buffer = buffer[: self.layout.record_bytes]
-        self._padding = padding_of(self.layout)
         self._rows = RowSizes.of(self.meta.geometry)
         self._empty: tuple[list[Runs], list[StorageBits]] | None = None
         self._check_padding(0, "the header")
@@ -170,8 +170,8 @@ class RecordReader:
         return self._empty
 
     def _check_padding(self, index: int, behind: str) -> None:
-        start, end = self._padding[index]
-        if self._buffer[start:end].any():
+        start, end = padding_at(self.layout, index)
+        if any(self._buffer[start:end].tobytes()):  # fewer bytes than a call of numpy costs
             raise CorruptError(f"{self}: the padding behind {behind} is not zero")
 
 
@@ -193,14 +193,14 @@ def _check_header(prefix: bytes, header: bytes, said: int) -> None:
         raise CorruptError(f"the header's checksum is {found:016x}, the prefix says {said:016x}")
 
 
-def _check_sections(meta: CacheMeta, section_bytes: Sequence[int], section_checksums: Sequence[int]) -> None:
+def _check_sections(meta: CacheMeta, section_bytes: tuple[int, ...], section_checksums: Sequence[int]) -> None:
     layers = meta.geometry.layers
     if len(section_bytes) != layers or len(section_checksums) != layers:
         raise CorruptError(
             f"cache {meta.key}: {len(section_bytes)} sections, {len(section_checksums)} checksums, {layers} layers"
         )
     dense = master_section_bytes(meta)
-    if meta.kind is CacheKind.MASTER and any(length != dense for length in section_bytes):
+    if meta.kind is CacheKind.MASTER and section_bytes.count(dense) != layers:
         raise CorruptError(f"cache {meta.key}: a master's section has {dense} bytes, one of these has not")
 
 

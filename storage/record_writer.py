@@ -3,6 +3,7 @@
 Equal meta, runs and rows give equal bytes. The buffer holds no readable record from construction until ``finish``.
 """
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -110,14 +111,20 @@ class RecordWriter:
 
 def record_generation(section_checksums: Sequence[int]) -> int:
     """Digest of a record's content, which its mirrors refer to: XXH3-64 over the little-endian checksums."""
-    return checksum(np.asarray(section_checksums, dtype="<u8").view(np.uint8))
+    return xxh3_64_intdigest(struct.pack(f"<{len(section_checksums)}Q", *section_checksums))
 
 
 def padding_of(layout: RecordLayout) -> list[tuple[int, int]]:
     """(start, end) of the padding behind the header, then behind every section."""
-    starts = [PREFIX_BYTES + layout.header_bytes]
-    starts += [at + length for at, length in zip(layout.section_offsets, layout.section_bytes, strict=True)]
-    return list(zip(starts, [*layout.section_offsets, layout.record_bytes], strict=True))
+    return [padding_at(layout, index) for index in range(len(layout.section_offsets) + 1)]
+
+
+def padding_at(layout: RecordLayout, index: int) -> tuple[int, int]:
+    """(start, end) of the padding behind the header, index 0, or behind section ``index - 1``."""
+    offsets, start = layout.section_offsets, PREFIX_BYTES + layout.header_bytes
+    if index:
+        start = offsets[index - 1] + layout.section_bytes[index - 1]
+    return start, offsets[index] if index < len(offsets) else layout.record_bytes
 
 
 def _write_table(section: Bytes, runs: Sequence[Runs]) -> int:

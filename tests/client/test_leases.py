@@ -1,6 +1,7 @@
 """Leases held by a client: when they are renewed, when they are lost, and that nothing leaks."""
 
 import threading
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -137,3 +138,33 @@ def test_no_thread_runs_while_nothing_was_ever_held() -> None:
     keeper = LeaseKeeper(FakeNode().renew, FakeClock())
     assert threading.active_count() == before
     keeper.close()
+
+
+def test_a_lease_that_came_after_another_was_let_go_is_renewed_in_time() -> None:
+    """The thread sleeps until the first one would have been due; it then finds when the second one is."""
+    node = FakeNode()
+    keeper = LeaseKeeper(node.renew, time.monotonic)
+    keeper.add(ONE, 0.3, asked_s=time.monotonic())
+    keeper.drop(ONE)
+    keeper.add(OTHER, 0.6, asked_s=time.monotonic())
+    assert node.was_asked.wait(5)
+    assert node.calls[0][0] == (OTHER,)
+    assert keeper.is_held(OTHER)
+    keeper.close()
+
+
+def test_a_lease_that_is_due_sooner_wakes_the_thread() -> None:
+    node = FakeNode()
+    keeper = LeaseKeeper(node.renew, time.monotonic)
+    keeper.add(ONE, 3000.0, asked_s=time.monotonic())
+    wait_until_asleep(keeper)
+    keeper.add(OTHER, 0.3, asked_s=time.monotonic())
+    assert node.was_asked.wait(5)
+    assert node.calls[0][0] == (OTHER,)
+    keeper.close()
+
+
+def wait_until_asleep(keeper: LeaseKeeper) -> None:
+    deadline_s = time.monotonic() + 5
+    while not keeper._changed._waiters:  # type: ignore[attr-defined]
+        assert time.monotonic() < deadline_s

@@ -1,16 +1,29 @@
 """An engine's paged KV as the kernels see it."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvservice.client.device_paged import DevicePaged, host_tensor
-from kvservice.client.paged import CpuPaged, check_paged_kv, prompt_slots
+from kvservice.client.paged import (
+    CpuPaged,
+    Slots,
+    check_moves,
+    check_paged_kv,
+    check_target_slots,
+    layer_rotations,
+    prompt_slots,
+)
+from kvservice.kernels.shapes import KernelInputError, check_slots
 from kvservice.model.cache import CacheMeta
-from kvservice.model.errors import GeometryMismatchError
+from kvservice.model.errors import GeometryMismatchError, InvalidInputError, SlotError
 from kvservice.model.segment import CacheKey, ContextId, SegmentId
 from kvservice.storage.record import RecordReader, RecordWriter, master_layout
-from tests.client.builders import GEOMETRIES, Engine, make_identity
+from tests.client.builders import GEOMETRIES, Engine, make_identity, short_sighted_identity
 
 IDENTITY = make_identity()
 
@@ -81,11 +94,58 @@ def test_settling_waits_for_copies_and_kernels(monkeypatch: pytest.MonkeyPatch) 
 def test_slots_are_the_librarys_own_copy() -> None:
     """The caller may change its tensor as soon as ``restore`` has returned, and while it is being checked."""
     tensor = torch.arange(8)
-    for given in (tensor, tensor.numpy(), tensor.numpy()[::2]):
-        found = prompt_slots(given, len(given))
+    for own in (tensor, tensor[::2], tensor.numpy(), tensor.numpy()[::2]):
+        found = prompt_slots(own, len(own))
         assert not np.shares_memory(found, tensor.numpy())
         assert found.flags.c_contiguous
-        assert found.tolist() == given.tolist()
+        assert found.tolist() == own.tolist()
+
+
+@pytest.mark.parametrize("kind", [torch.int32, torch.float32, torch.bool])
+def test_slots_of_another_type_are_refused(kind: torch.dtype) -> None:
+    for requires_grad in {False, kind.is_floating_point}:
+        with pytest.raises(InvalidInputError, match="slots must be int64"):
+            prompt_slots(torch.zeros(8, dtype=kind, requires_grad=requires_grad), 8)
+
+
+columns = st.lists(st.lists(st.integers(-2, 131), max_size=6), max_size=4)
+
+
+@settings(max_examples=300, deadline=None)
+@given(columns, st.sampled_from([0, 1, 63, 64, 65, 127, 128, 130]))
+def test_slots_are_refused_as_the_reference_says(slots: list[list[int]], slot_count: int) -> None:
+    arrays = [np.array(one, np.int64) for one in slots]
+    complaint = complaint_of(check_slots, arrays, slot_count)
+    assert complaint_of(check_target_slots, arrays, slot_count) == (complaint and f"{complaint}; nothing was written")
+
+
+def complaint_of(check: Callable[[list[Slots], int], None], slots: list[Slots], slot_count: int) -> str:
+    try:
+        check(slots, slot_count)
+    except (KernelInputError, SlotError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("slot", [-(1 << 63), -2, 1 << 40, (1 << 63) - 1])
+def test_slots_far_outside_are_refused(slot: int) -> None:
+    with pytest.raises(SlotError, match="nothing was written"):
+        check_target_slots([np.array([slot])], 8)
+
+
+def test_layers_that_rotate_alike_share_their_rotation() -> None:
+    rotations = layer_rotations(IDENTITY)
+    assert len(rotations) == IDENTITY.geometry.layers
+    assert len({id(one) for one in rotations}) == 1
+
+
+def test_every_rotation_and_every_move_is_checked() -> None:
+    far, near = layer_rotations(short_sighted_identity(reach=40))[0], layer_rotations(IDENTITY)[0]
+    check_moves([near, far], [0, 40, -40])
+    for moves in ([41], [0, -41]):
+        check_moves([near], moves)
+        with pytest.raises(InvalidInputError, match="nothing was written"):
+            check_moves([near, far], moves)
 
 
 @pytest.mark.parametrize("name", GEOMETRIES)

@@ -7,6 +7,7 @@ import pytest
 from kvservice.client import Client, PartKind, RoundPrompt
 from kvservice.client.client import RESTORE_THREADS
 from kvservice.client.paged import CpuPaged
+from kvservice.client.restore import RestoreWork
 from kvservice.model.errors import InvalidInputError, LeaseExpiredError, UnavailableError
 from tests.client.builders import (
     POLICY,
@@ -130,3 +131,62 @@ def test_a_restore_too_far_away_writes_nothing(local: Connect) -> None:
             with pytest.raises(InvalidInputError, match=r"compute them.*nothing was written"):
                 client.restore(plans, engine.planes, [target])
     assert_equal_bits([[bits_of(plane) for plane in layer] for layer in engine.planes], before)
+
+
+def test_a_small_first_layer_is_in_place_at_once_and_the_rest_comes_from_a_thread(
+    local: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = local(IDENTITY)
+    prompt = make_prompt(IDENTITY)
+    store(client, prompt)
+    engine, may_go_on, honest = Engine(IDENTITY.geometry, seed=2), threading.Event(), RestoreWork.restore_layers
+    writers: list[tuple[int, bool]] = []
+
+    def restore_layers(work: RestoreWork, first: int, end: int, *, verify: bool) -> int:
+        writers.append((first, threading.current_thread() is threading.main_thread()))
+        assert first == 0 or may_go_on.wait(5)
+        return honest(work, first, end, verify=verify)
+
+    monkeypatch.setattr(RestoreWork, "restore_layers", restore_layers)
+    with client.lookup([prompt]) as plans:
+        restore = client.restore(plans, engine.planes, [engine.allocate(prompt.token_count)])
+        restore.wait_for_layer(0, 0.0)
+        assert not restore.is_layer_over(1)
+        with pytest.raises(UnavailableError, match="layer 1 was not restored within 0 s"):
+            restore.wait_for_layer(1, 0.0)
+        assert not restore._waiting, "who gave up is forgotten"
+        may_go_on.set()
+        restore.wait()
+    assert writers == [(0, True), (1, False)]
+
+
+@pytest.mark.parametrize("has_progress", [True, False])
+def test_a_lease_lost_before_the_first_layer_is_never_reported_done(
+    local: Connect, monkeypatch: pytest.MonkeyPatch, has_progress: bool
+) -> None:
+    """On the caller's thread too: nothing is raised by ``restore``, and nothing more is written."""
+    client = local(IDENTITY)
+    prompt = make_prompt(IDENTITY)
+    store(client, prompt)
+    engine, honest = Engine(IDENTITY.geometry, seed=2), RestoreWork.restore_layers
+    written: list[int] = []
+
+    def restore_layers(work: RestoreWork, first: int, end: int, *, verify: bool) -> int:
+        written.append(first)
+        done_layers = honest(work, first, end, verify=verify)
+        plans.close()
+        return done_layers
+
+    monkeypatch.setattr(RestoreWork, "restore_layers", restore_layers)
+    plans = client.lookup([prompt])
+    restore = client.restore(
+        plans,
+        engine.planes,
+        [engine.allocate(prompt.token_count)],
+        on_progress=(lambda *_: None) if has_progress else None,
+    )
+    for layer in range(restore.layers):
+        with pytest.raises(LeaseExpiredError):
+            restore.wait_for_layer(layer, 5)
+    client.close()
+    assert written == [0]

@@ -10,11 +10,12 @@ import torch
 
 from kvservice.app import LocalNode, Service
 from kvservice.client import Client, RoundPrompt
+from kvservice.client.session import Session
 from kvservice.model.cache import Tier
-from kvservice.model.errors import CorruptError, KVServiceError
+from kvservice.model.errors import CorruptError, KVServiceError, SlotError, UnavailableError
 from kvservice.model.geometry import attention_geometry
 from kvservice.storage.slab import PIECE_BYTES, SLAB_NAME, Slab
-from tests.client.builders import Engine, assert_equal_bits, make_identity, make_prompt, make_settings
+from tests.client.builders import Engine, assert_equal_bits, bits_of, make_identity, make_prompt, make_settings
 
 IDENTITY = make_identity(attention_geometry(layers=8, heads=2, head_size=64, dtype="bfloat16"))
 TOKENS = 1200
@@ -136,3 +137,82 @@ def test_a_node_that_stops_while_a_record_is_read_fails_the_restore_by_name_or_i
         except KVServiceError:
             return
         assert_equal_bits(engine.rows(slots), rows)
+
+
+def test_wrong_slots_are_told_before_anything_has_arrived(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is on its way is asked for first, but slots are checked while it comes; the question is then given up."""
+    prompt, rows = stored_before(tmp_path)
+    may_go_on, read_piece = threading.Event(), Slab.read_piece
+
+    def gated(slab: Slab, extent: object, start: int, end: int, target: object) -> None:
+        assert may_go_on.wait(30)
+        read_piece(slab, extent, start, end, target)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Slab, "read_piece", gated)
+    engine = Engine(IDENTITY.geometry, blocks=1000, seed=3)
+    slots = engine.allocate(prompt.token_count)
+    wrong = slots.clone()
+    wrong[-1] = engine.slot_count
+    before = [[bits_of(plane).clone() for plane in layer] for layer in engine.planes]
+    with connected(tmp_path, is_local=False) as client, client.lookup([prompt]) as plans:
+        calls = client.session._transport._open().calls  # type: ignore[attr-defined]
+        with pytest.raises(SlotError, match="nothing was written"):
+            client.restore(plans, engine.planes, [wrong])
+        assert not may_go_on.is_set()
+        assert not calls._busy, "nobody waits for that answer any more"
+        assert_equal_bits([[bits_of(plane) for plane in layer] for layer in engine.planes], before)
+        may_go_on.set()
+        client.restore(plans, engine.planes, [slots]).wait()
+    assert_equal_bits(engine.rows(slots), rows)
+
+
+@pytest.mark.parametrize("are_slots_wrong", [True, False])
+def test_wrong_slots_win_over_a_node_that_does_not_answer_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, are_slots_wrong: bool
+) -> None:
+    prompt, _ = stored_before(tmp_path)
+    engine = Engine(IDENTITY.geometry, blocks=1000, seed=3)
+    slots = engine.allocate(prompt.token_count)
+    if are_slots_wrong:
+        slots[0] = slots[1]
+    before = [[bits_of(plane).clone() for plane in layer] for layer in engine.planes]
+
+    def fail(*_: object) -> None:
+        raise UnavailableError("the node is gone")
+
+    with connected(tmp_path, is_local=False) as client, client.lookup([prompt]) as plans:
+        monkeypatch.setattr(Session, "begin_await", fail)
+        monkeypatch.setattr(Session, "await_arrivals", fail)
+        with pytest.raises(SlotError if are_slots_wrong else UnavailableError):
+            client.restore(plans, engine.planes, [slots])
+    assert_equal_bits([[bits_of(plane) for plane in layer] for layer in engine.planes], before)
+
+
+def test_a_question_sent_ahead_goes_with_the_plans_that_were_never_restored(tmp_path: Path) -> None:
+    prompt, _ = stored_before(tmp_path)
+    with connected(tmp_path, is_local=False) as client:
+        calls = client.session._transport._open().calls  # type: ignore[attr-defined]
+        with client.lookup([prompt]) as plans:
+            plans.ask_ahead()
+            plans.ask_ahead()
+            assert len(calls._busy) == 1
+        assert not calls._busy
+        assert client.stats()["handles"]["leases"] == 0  # type: ignore[index]
+
+
+def test_segments_that_need_no_rows_are_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt, _ = stored_before(tmp_path)
+    may_go_on, read_piece = threading.Event(), Slab.read_piece
+
+    def gated(slab: Slab, extent: object, start: int, end: int, target: object) -> None:
+        assert may_go_on.wait(30)
+        read_piece(slab, extent, start, end, target)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Slab, "read_piece", gated)
+    engine = Engine(IDENTITY.geometry, blocks=1000, seed=3)
+    none = torch.full((prompt.token_count,), -1)
+    with connected(tmp_path, is_local=False) as client, client.lookup([prompt]) as plans:
+        calls = client.session._transport._open().calls  # type: ignore[attr-defined]
+        client.restore(plans, engine.planes, [none]).wait()
+        assert not calls._busy
+        may_go_on.set()

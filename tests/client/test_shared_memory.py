@@ -240,6 +240,44 @@ def test_a_lost_connection_is_unavailable_and_the_next_call_opens_another(client
     assert handles(client)["sessions"] == 1
 
 
+def test_an_answer_is_read_later_while_other_calls_go_on(client: Client, service: Service) -> None:
+    gate = Gate(service, "Stats")
+    pending = transport_of(client).begin("Stats", wire.StatsRequest())
+    assert gate.entered.acquire(timeout=10)
+    assert client.lookup([PROMPT]).hit_tokens == 0
+    gate.open()
+    assert pending.reply().json
+    pending.give_up()
+    assert len(transport_of(client)._open().calls._idle) == 2, "both are there for the next calls"
+
+
+def test_a_call_that_is_given_up_leaves_no_answer_behind(client: Client, service: Service) -> None:
+    calls = transport_of(client)._open().calls
+    for _ in range(2 * CONNECTIONS_MAX):
+        transport_of(client).begin("Stats", wire.StatsRequest()).give_up()
+    assert (calls._count, calls._idle, calls._busy) == (0, [], set())
+    assert client.lookup([PROMPT]).hit_tokens == 0
+
+
+def test_a_call_for_which_no_connection_is_free_is_made_when_its_answer_is_wanted(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transport, over_grpc = transport_of(client), grpc_calls(client, monkeypatch)
+    pending = [transport.begin("Stats", wire.StatsRequest()) for _ in range(CONNECTIONS_MAX + 1)]
+    assert not over_grpc
+    assert all(one.reply().json for one in reversed(pending))
+    assert over_grpc == ["Stats"]
+
+
+def test_an_answer_that_does_not_come_in_time_is_unavailable(client: Client, service: Service) -> None:
+    client.stats()
+    with busy_loop(service):
+        pending = transport_of(client).begin("Stats", wire.StatsRequest())
+        with pytest.raises(UnavailableError, match=r"did not answer Stats within 0\.05 s"):
+            pending.reply(0.05)
+    assert client.lookup([PROMPT]).hit_tokens == 0
+
+
 def test_plans_are_closed_without_waiting_for_the_node(client: Client, service: Service) -> None:
     store(client)
     plans = client.lookup([PROMPT])

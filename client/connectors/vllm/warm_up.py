@@ -13,9 +13,10 @@ from kvservice.client.connectors.vllm.layout import scratch_blocks
 from kvservice.client.connectors.vllm.paged import EnginePaged, Place
 from kvservice.client.connectors.vllm.snapshot import Snapshot, StagedRows
 from kvservice.client.connectors.vllm.staging import Staging
-from kvservice.client.paged import DTYPES, layer_rotations
+from kvservice.client.paged import DTYPES, check_target_slots, layer_rotations
 from kvservice.client.reuse.refresh import deviation
 from kvservice.client.store_draft import Draft
+from kvservice.kernels.cpu_tables import slot_bounds
 from kvservice.kernels.shapes import Target
 from kvservice.model.cache import CacheMeta, MasterReference
 from kvservice.model.identity import Identity
@@ -35,6 +36,8 @@ def warm_up(paged: EnginePaged, identity: Identity) -> None:
     memory = engine_memory(scratch, identity)
     by = 0 if identity.pinned_reason else 1
     targets = [Target(by, slots[:tokens]), Target(by, slots[tokens:])]
+    check_target_slots([target.slots for target in targets], memory.slot_count)
+    slot_bounds(slots)
     segment = memory.prepare(master, targets, [None, mirror])
     segment.open_layers(0, identity.geometry.layers)
     segment.restore_layers(0, identity.geometry.layers)
