@@ -176,12 +176,13 @@ class Pool:
         self._lanes: dict[bool, list[Lane]] = {False: [], True: []}
         self._idle = {False: 0, True: 0}
         self._queues: dict[bool, deque[Call]] = {False: deque(), True: deque()}
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._waiting = {kind: threading.Condition(self._lock) for kind in (False, True)}  # one lane a call is woken
         self._is_closed = False
 
     def submit(self, call: Call) -> None:
         """Have it sent. Raises LimitError if too many wait, UnavailableError once closed."""
-        with self._changed:
+        with self._lock:
             if self._is_closed:
                 raise UnavailableError(f"the link to {self.name} is closed")
             queue = self._queues[call.is_record]
@@ -189,11 +190,11 @@ class Pool:
                 raise LimitError(f"{len(queue)} calls wait for {self.name}, that is the limit")
             queue.append(call)
             self._staff(call.is_record, len(queue))
-            self._changed.notify_all()
+            self._waiting[call.is_record].notify()
 
     def put_back(self, calls: "list[Call]") -> None:
         """Calls of a connection that broke: they go first."""
-        with self._changed:
+        with self._lock:
             again = [call for call in calls if call.wait_again()]
             if self._is_closed:
                 for call in again:
@@ -201,7 +202,7 @@ class Pool:
                 return
             for call in reversed(again):
                 self._queues[call.is_record].appendleft(call)
-            self._changed.notify_all()
+                self._waiting[call.is_record].notify()
 
     def _staff(self, is_record: bool, waiting: int) -> None:
         lanes = self._lanes[is_record]
@@ -215,7 +216,7 @@ class Pool:
         """The next call. ``behind``: others of that session are on the lane already; then only one that fits behind
         them, without waiting. None for a lane that has waited too long, which is struck off.
         """
-        with self._changed:
+        with self._lock:
             queue, until_s = self._queues[is_record], self.clock() + self.limits.idle_s
             while not self._is_closed:
                 while queue and queue[0].is_done:
@@ -228,7 +229,7 @@ class Pool:
                 if left_s <= 0:  # also while others are kept busy
                     return None
                 self._idle[is_record] += 1
-                self._changed.wait(left_s)
+                self._waiting[is_record].wait(left_s)
                 self._idle[is_record] -= 1
             return None
 
@@ -238,7 +239,7 @@ class Pool:
 
     def retire(self, lane: "Lane") -> bool:
         """A lane without calls ends; False if one came meanwhile."""
-        with self._changed:
+        with self._lock:
             if self._queues[lane.is_record] and not self._is_closed:
                 return False
             self._lanes[lane.is_record].remove(lane)
@@ -246,7 +247,7 @@ class Pool:
 
     def fail_waiting(self, error: KVServiceError) -> None:
         """End all that wait; but for a probe."""
-        with self._changed:
+        with self._lock:
             waiting = [call for queue in self._queues.values() for call in queue]
         for call in waiting:
             if not call.is_probe:
@@ -254,7 +255,7 @@ class Pool:
 
     def give_up_silent(self, since_s: float, error: KVServiceError) -> None:
         """End the calls of all lanes on which nothing moved since."""
-        with self._changed:
+        with self._lock:
             lanes = [lane for lanes in self._lanes.values() for lane in lanes]
         for lane in lanes:
             if lane.moved_s <= since_s:
@@ -263,10 +264,11 @@ class Pool:
     def close(self) -> list[threading.Thread]:
         """End every call and lane; their threads, which end soon."""
         error = UnavailableError(f"the link to {self.name} is closed")
-        with self._changed:
+        with self._lock:
             self._is_closed = True
             lanes = [lane for lanes in self._lanes.values() for lane in lanes]
-            self._changed.notify_all()
+            for waiting in self._waiting.values():
+                waiting.notify_all()
         self.fail_waiting(error)
         for lane in lanes:
             lane.give_up_all(error)
