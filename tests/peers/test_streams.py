@@ -43,7 +43,16 @@ from tests.peers.stream_world import (
     owner_node,
     settled,
 )
-from tests.server.builders import TOKENS, World, diff_of, make_identity, make_meta, make_planes, make_relative
+from tests.server.builders import (
+    TOKENS,
+    GatedWorker,
+    World,
+    diff_of,
+    make_identity,
+    make_meta,
+    make_planes,
+    make_relative,
+)
 
 
 async def test_a_master_comes_as_it_was_stored() -> None:
@@ -127,6 +136,14 @@ async def test_a_peers_lookup_counts_as_any_other() -> None:
         assert owner.world.node.counters.lookups.asked == before + 2
         ledger = owner.world.node.accounts.of(owner.client.session.spaces[meta.namespace])
         assert sum(ledger.segments) == 2
+
+
+async def test_what_was_checked_as_it_came_waits_for_no_worker() -> None:
+    worker = GatedWorker()
+    world = World(arena_bytes=BIG_ARENA_BYTES, worker=worker)
+    async with owner_node(world=world) as owner, link_to(owner.address) as link:
+        await give_new(owner, link)
+        assert not worker.parked
 
 
 async def test_of_a_record_that_was_begun_nobody_knows_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
