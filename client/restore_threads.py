@@ -71,19 +71,22 @@ class RestoreThreads:
         with self._changed:
             if self._is_closed:
                 raise UnavailableError("the client was closed: no restore begins any more; connect a new one")
+            if self._unfinished < self.count and len(self._threads) <= self._unfinished:
+                self._add_thread()
             self._unfinished += 1
             if self._unfinished > self.count:
                 self._queued.append(job)
                 return False
-            if len(self._threads) < self._unfinished:
-                self._add_thread()
             self._starting += 1
             return True
 
     def _add_thread(self) -> None:
         name = f"kvservice-restore_{len(self._threads)}"
         thread = threading.Thread(target=self._run, name=name, daemon=True)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:  # the container's limit
+            raise UnavailableError(f"no thread for a restore can be started: {error}; nothing was written") from error
         self._threads.append(thread)
         _RUNNING.add(self)
 

@@ -15,7 +15,7 @@ from kvservice.lookup import Asked
 from kvservice.model.errors import KVServiceError, UnavailableError
 from kvservice.model.explanation import PlaceAnswer, PlaceExplanation, Reason, SegmentExplanation
 from kvservice.model.segment import SegmentId
-from kvservice.peers.pool import SilentError
+from kvservice.peers.call import SilentError
 from kvservice.sharing.cluster import Cluster
 from kvservice.sharing.fetches import let_go
 from kvservice.sharing.place import Place, Question

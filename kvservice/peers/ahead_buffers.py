@@ -1,15 +1,14 @@
 """Memory for first layers that come with an answer, used again: pages that are new cost more than what fills them."""
 
 import threading
-from collections import deque
 from weakref import WeakValueDictionary
 
 import numpy as np
 
 from kvservice.storage.buffer import Bytes, round_up
 
-KEPT_MAX = 16
-"""Of one link: what a lookup of several segments needs. More are made, and dropped."""
+KEPT_BYTES_MAX = 4 << 20
+"""Of one link, about: what one lookup needs. More are made, and dropped."""
 STEP_BYTES = 64 << 10
 
 
@@ -18,7 +17,7 @@ class AheadBuffers:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._idle: deque[Bytes] = deque(maxlen=KEPT_MAX)
+        self._idle: list[Bytes] = []
         self._taken: WeakValueDictionary[int, Bytes] = WeakValueDictionary()
 
     def take(self, count: int) -> Bytes:
@@ -27,14 +26,15 @@ class AheadBuffers:
             buffer = self._idle.pop() if self._idle else None
             if buffer is None or len(buffer) < count:
                 buffer = np.empty(round_up(count, STEP_BYTES), np.uint8)
-            self._taken[id(buffer)] = buffer
-            return buffer[:count]
+            view = buffer[:count]
+            self._taken[id(view)] = view
+            return view
 
     def give_back(self, view: Bytes | None) -> None:
         """Nobody looks at what ``take`` gave any more. Said twice, or of other memory, it means nothing."""
         if view is None:
             return
         with self._lock:
-            buffer = self._taken.pop(id(view.base), None)
-            if buffer is not None:
+            buffer = view.base if self._taken.pop(id(view), None) is view else None
+            if buffer is not None and sum(map(len, self._idle)) < KEPT_BYTES_MAX:
                 self._idle.append(buffer)

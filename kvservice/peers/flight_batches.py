@@ -14,8 +14,8 @@ from kvservice.model.errors import (
     UnavailableError,
     error_from_code,
 )
+from kvservice.peers.call import SilentError
 from kvservice.peers.flight_words import BATCH_BYTES_MAX, COLUMN
-from kvservice.peers.pool import SilentError
 from kvservice.peers.streams_messages import encode_error
 from kvservice.storage.buffer import Bytes
 from kvservice.wire.v1 import peer_pb2 as wire

@@ -26,6 +26,7 @@ from kvservice.model.errors import (
     UnknownSessionError,
 )
 from kvservice.model.segment import CacheKey
+from kvservice.peers.call import ClientSession, StoppedError
 from kvservice.peers.fence import Fence, twin_error
 from kvservice.peers.flight_batches import FLIGHT_ERRORS, SCHEMA, batch_of, bytes_of, from_flight, is_answer, whole_of
 from kvservice.peers.flight_runner import Moving
@@ -41,7 +42,6 @@ from kvservice.peers.flight_words import (
 )
 from kvservice.peers.frames import Kind, parse_message
 from kvservice.peers.member import Address, Facts
-from kvservice.peers.pool import ClientSession, StoppedError
 from kvservice.peers.streams_client_calls import Identities, PeerRecord
 from kvservice.peers.streams_client_dialler import Caller
 from kvservice.peers.streams_messages import decode_facts, encode_facts, encode_key

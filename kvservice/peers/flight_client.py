@@ -16,14 +16,15 @@ from kvservice.caches import Space
 from kvservice.model.errors import InvalidInputError, UnavailableError
 from kvservice.model.identity import Namespace
 from kvservice.model.segment import CacheKey
+from kvservice.peers.call import SilentError
 from kvservice.peers.flight_runner import Moving, Runner
 from kvservice.peers.flight_words import DELETE, FIND, PING, RELEASE, require_flight
 from kvservice.peers.host import Query
 from kvservice.peers.member import Facts, FlightAddress
-from kvservice.peers.pool import SilentError
 from kvservice.peers.streams_client import IDENTITIES_MAX, Transfer
-from kvservice.peers.streams_client_calls import Identities, PeerFinding, PeerLease, PeerRecord, query_of, take_found
+from kvservice.peers.streams_client_calls import Identities, PeerFinding, PeerLease, PeerRecord, take_found
 from kvservice.peers.streams_client_dialler import Caller
+from kvservice.peers.streams_find import query_of
 from kvservice.peers.streams_limits import LinkLimits
 from kvservice.peers.streams_messages import decode_facts, encode_key, encode_query
 from kvservice.sharing.place import Offer, Parcel, Question

@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 
 from kvservice.model.errors import KVServiceError, LimitError, UnavailableError
 from kvservice.peers.backoff import Backoff
-from kvservice.peers.pool import SilentError, StoppedError
+from kvservice.peers.call import SilentError, StoppedError
 from kvservice.peers.streams_client import LinkCounters
 from kvservice.peers.streams_limits import LinkLimits
 from kvservice.storage.remote.breaker import Breaker, BreakerState

@@ -9,144 +9,21 @@ A lane that has sent one call takes more while their bytes stay under a limit an
 the order of the calls. Deadlines are not looked at here: who waits for a call gives it up.
 """
 
-import enum
 import logging
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
 from kvservice.model.errors import KVServiceError, LimitError, UnavailableError, error_from_code
-from kvservice.peers.frames import REQUEST_MAX, FrameError, Header, Kind
+from kvservice.peers.call import Call, ClientSession, StoppedError, UnsettledError
+from kvservice.peers.frames import REQUEST_MAX, FrameError, Kind
 from kvservice.peers.streams_channel import Channel
 from kvservice.peers.streams_limits import LinkLimits
 from kvservice.wire.v1 import peer_pb2 as wire
 
 log = logging.getLogger(__name__)
-
-
-class CallState(enum.Enum):
-    """See the module."""
-
-    WAITING = 0
-    RUNNING = 1
-    DONE = 2
-
-
-class SilentError(UnavailableError):
-    """The peer said nothing for a whole deadline."""
-
-
-class UnsettledError(UnavailableError):
-    """It was begun, and nobody here knows how it ended: it may be done, or about to be undone."""
-
-
-class StoppedError(Exception):
-    """What the caller's own code raised while bytes were told to it."""
-
-    def __init__(self, error: BaseException) -> None:
-        super().__init__(str(error))
-        self.error = error
-
-
-class Call:
-    """One request. ``on_done`` is called once, from any thread. ``expected_bytes``: of its answer, or of its record.
-
-    ``is_record``: it moves a record. ``is_alone``: nothing may be sent behind it before it is done.
-    """
-
-    is_record = False
-    is_alone = False
-
-    def __init__(self, expected_bytes: int = 0) -> None:
-        self.expected_bytes = expected_bytes
-        self.error: BaseException | None = None
-        self.resumes = 0
-        self.is_probe = False
-        self.on_done: Callable[[], None] = lambda: None
-        self.lane: Lane | None = None
-        self._state = CallState.WAITING
-        self._lock = threading.Lock()
-
-    # By a lane's thread
-
-    def send(self, channel: Channel, request: int, session: "ClientSession") -> None:
-        """Send the request, whole."""
-        raise NotImplementedError
-
-    def receive(self, channel: Channel, header: Header, moved: Callable[[], None]) -> KVServiceError | None:
-        """Take the answer that begins with this frame; the error that the peer answered with in the middle of it."""
-        raise NotImplementedError
-
-    def may_go_on(self) -> bool:
-        """May it be sent again on another connection?"""
-        return True
-
-    def must_lead(self, session: "ClientSession") -> bool:
-        """Is it so long that who sends it behind others could wait for room while the other side waits for a reader?"""
-        return False
-
-    # By anybody
-
-    @property
-    def is_done(self) -> bool:
-        """Is it over?"""
-        return self._state is CallState.DONE
-
-    @property
-    def is_running(self) -> bool:
-        """Is it sent, or about to be?"""
-        return self._state is CallState.RUNNING
-
-    def begin(self, lane: "Lane") -> bool:
-        """False if it was given up."""
-        with self._lock:
-            if self._state is not CallState.WAITING:
-                return False
-            self._state, self.lane = CallState.RUNNING, lane
-            return True
-
-    def wait_again(self) -> bool:
-        """Back to waiting; False if it is given up, and was ended."""
-        with self._lock:
-            if self.error is None:
-                self._state, self.lane = CallState.WAITING, None
-                return True
-        self.finish(self.error)
-        return False
-
-    def finish(self, error: BaseException | None = None) -> None:
-        """It is over. Only the first end counts."""
-        with self._lock:
-            if self._state is CallState.DONE:
-                return
-            self._state, self.error = CallState.DONE, error
-        self.on_done()
-
-    def give_up(self, error: BaseException) -> None:
-        """End it with this error, now or as soon as its lane has let go of the caller's memory."""
-        with self._lock:
-            if self._state is CallState.DONE:
-                return
-            self.error = self.error or error
-            lane = self.lane if self._state is CallState.RUNNING else None
-        if lane is None:
-            self.finish(self.error)
-        else:
-            lane.shut()
-
-
-@dataclass(slots=True, eq=False)
-class ClientSession:
-    """What the peer knows of us: its name for the session, the namespaces registered there, and what it lets us ask for
-    on one connection before it has answered."""
-
-    id: bytes = b""
-    registered: set[bytes] = field(default_factory=set)
-    fetches_max: int = 1
-    fetch_bytes_max: int = 0
 
 
 class Dialler(Protocol):
@@ -160,6 +37,11 @@ class Dialler(Protocol):
 
     def note_answered(self) -> None:
         """The peer answered."""
+
+
+ASKED_BYTES_MAX = 32 << 10
+"""Of questions that were sent on one connection and not answered: what the kernel takes in any case. With more, each
+side could wait for the other to read: who answers sends first layers along, and reads no question meanwhile."""
 
 
 class Pool:
@@ -235,7 +117,7 @@ class Pool:
 
     def _fits_behind(self, call: Call, session: "ClientSession", room: int) -> bool:
         is_short = not call.is_alone and not call.must_lead(session)
-        return is_short and call.expected_bytes <= room and not self._idle[call.is_record]
+        return is_short and call.bytes_on_lane <= room and not self._idle[call.is_record]
 
     def retire(self, lane: "Lane") -> bool:
         """A lane without calls ends; False if one came meanwhile."""
@@ -324,8 +206,8 @@ class Lane:
             return None
         if sent and not self.is_record and self._channel is not None and self._channel.is_narrow:
             return None
-        bytes_max = min(limits.fetch_bytes_max, session.fetch_bytes_max)
-        room = bytes_max - sum(call.expected_bytes for _, call in sent)
+        bytes_max = min(limits.fetch_bytes_max, session.fetch_bytes_max) if self.is_record else ASKED_BYTES_MAX
+        room = bytes_max - sum(call.bytes_on_lane for _, call in sent)
         return self._pool.take(self.is_record, session if sent else None, room)
 
     def _guarded(self, step: Callable[[], None], begun: Call | None) -> None:
@@ -397,8 +279,8 @@ class Lane:
             if call.may_go_on() and call.resumes <= self._pool.limits.resumes_max:
                 again.append(call)
             else:
-                kind = UnavailableError if call.may_go_on() else UnsettledError
-                call.finish(call.error or kind(f"the connection to {self._pool.name} broke: {error}"))
+                broken = UnavailableError(f"the connection to {self._pool.name} broke: {error}")
+                call.finish(call.error or _as_known(call, broken))
         if error is not None and not is_ours:
             self._pool.dialler.note_broken(error)
         self._pool.put_back(again)
@@ -412,9 +294,14 @@ class Lane:
             error = UnavailableError(f"{self._pool.name} sent what cannot be: {error}")
         self._pool.dialler.note_broken(error)
         for call in calls:
-            call.finish(call.error or error)
+            call.finish(call.error or _as_known(call, error))
 
     def _drop(self) -> None:
         channel, self._channel = self._channel, None
         if channel is not None:
             channel.close(at_once=True)
+
+
+def _as_known(call: Call, error: KVServiceError) -> KVServiceError:
+    """The error of a call that was ended, or of one of which nobody knows whether it was done."""
+    return UnsettledError(str(error)) if isinstance(error, UnavailableError) and not call.may_go_on() else error

@@ -21,23 +21,23 @@ from kvservice.model.identity import Namespace
 from kvservice.model.segment import CacheKey
 from kvservice.peers.ahead_buffers import AheadBuffers
 from kvservice.peers.backoff import Backoff
+from kvservice.peers.call import Call, SilentError
 from kvservice.peers.frames import Kind
 from kvservice.peers.host import Query
 from kvservice.peers.member import Address, Facts, LocalAddress
-from kvservice.peers.pool import Call, Pool, SilentError
+from kvservice.peers.pool import Pool
 from kvservice.peers.streams_channel import Source
 from kvservice.peers.streams_client_calls import (
     CountCall,
     FetchCall,
-    FindCall,
     PeerFinding,
     PeerLease,
     PeerRecord,
     PingCall,
     StoreCall,
-    query_of,
 )
 from kvservice.peers.streams_client_dialler import Caller, PeerDialler, WatchedDialler
+from kvservice.peers.streams_find import FindCall, query_of
 from kvservice.peers.streams_identities import KnownIdentities
 from kvservice.peers.streams_limits import LinkLimits
 from kvservice.peers.streams_local_dialler import LocalDialler
@@ -171,6 +171,8 @@ class PeerLink:
                 for call in calls:
                     self._release(call.lease)
                 raise result
+        for lease in (one for call in calls for one in call.left):
+            self._release(lease)
         self.counters.corrupt += sum(call.corrupt for call in calls)
         for call in calls:
             if call.lease is not None and not call.lease.records:
@@ -280,8 +282,6 @@ class PeerLink:
         expected = call.expected_bytes
         pool.outstanding_bytes += expected
         due_s = started_s + (deadline_s or limits.deadline_s)
-        if call.is_record:
-            due_s += pool.outstanding_bytes / limits.bytes_per_s_min
         self.counters.calls += 1
         try:
             pool.submit(call)
@@ -299,11 +299,15 @@ class PeerLink:
             raise call.error
 
     async def _wait(self, call: Call, done: "asyncio.Future[None]", started_s: float, due_s: float) -> None:
+        most_bytes = 0
         while not done.done():
             now_s, lane = self._clock(), call.lane
             limit_s = due_s
-            if call.is_record and lane is not None:
-                limit_s = min(due_s, max(lane.moved_s, started_s) + self.limits.deadline_s)
+            if call.expected_bytes:  # they share the link with all that are under way, also with those that came later
+                most_bytes = max(most_bytes, self._pool.outstanding_bytes)
+                limit_s = due_s + most_bytes / self.limits.bytes_per_s_min
+                if lane is not None:
+                    limit_s = min(limit_s, max(lane.moved_s, started_s) + self.limits.deadline_s)
             if now_s >= limit_s:
                 self._expire(call, now_s)
                 await asyncio.wait([done])

@@ -7,18 +7,23 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvservice.model.errors import CorruptError, InvalidInputError, KVServiceError, RecordFormatError, error_from_code
+from kvservice.model.errors import (
+    CapacityError,
+    CorruptError,
+    InvalidInputError,
+    KVServiceError,
+    RecordFormatError,
+    error_from_code,
+)
 from kvservice.model.identity import Namespace
 from kvservice.model.plan import Match, MissReason
-from kvservice.model.segment import CacheKey, ContextId
-from kvservice.peers.ahead_buffers import AheadBuffers
+from kvservice.model.segment import CacheKey
+from kvservice.peers.call import Call, ClientSession, StoppedError
 from kvservice.peers.frames import FrameError, Header, Kind
 from kvservice.peers.host import Answer, FoundHead, Query
 from kvservice.peers.member import Facts
-from kvservice.peers.pool import Call, ClientSession, StoppedError
 from kvservice.peers.streams_channel import Channel, Source, pieces_of
-from kvservice.peers.streams_messages import decode_answer, decode_facts, encode_key, encode_query
-from kvservice.sharing.place import Question
+from kvservice.peers.streams_messages import decode_answer, decode_facts, encode_key
 from kvservice.storage.buffer import Bytes
 from kvservice.storage.record_reader import RecordHead, read_head
 from kvservice.storage.remote.contract import OnPiece, RemoteName, RemoteRecord
@@ -57,105 +62,6 @@ class PeerFinding:
     affinity: int
     record: PeerRecord | None = None
     master: PeerRecord | None = None
-
-
-def query_of(question: Question) -> Query:
-    """The same question, for another node."""
-    asked = question.asked
-    return Query(
-        question.space.namespace,
-        question.segment,
-        [ContextId(one) for one in asked.accepted_contexts],
-        asked.position,
-        asked.tokens,
-        asked.may_shift,
-        max(asked.affinity_min, question.affinity + 1) if question.affinity >= 0 else asked.affinity_min,
-        question.marks,
-    )
-
-
-class FindCall(Call):
-    """Asks for segments; ``findings`` are in the order of the queries. ``corrupt``: heads that lied."""
-
-    def __init__(self, queries: Sequence[Query], identities: Identities, ttl_s: float, wait_s: float) -> None:
-        super().__init__()
-        self.findings: list[PeerFinding] = []
-        self.lease: PeerLease | None = None
-        self.corrupt = 0
-        self._queries = queries
-        self._identities = identities
-        self._ttl_s, self._wait_s, self._ahead_bytes = ttl_s, wait_s, 0
-        self._buffers = AheadBuffers()
-        self._session: ClientSession | None = None
-
-    def take_ahead(self, count: int, buffers: AheadBuffers) -> None:
-        """So many bytes of first layers, at most, may come with the answer, into buffers of these."""
-        self.expected_bytes = self._ahead_bytes = count
-        self._buffers = buffers
-
-    def must_lead(self, session: ClientSession) -> bool:
-        """See Call."""
-        return bool(_new(self._identities, session))
-
-    def send(self, channel: Channel, request: int, session: ClientSession) -> None:
-        """See Call."""
-        self._session, new = session, _new(self._identities, session)
-        queries = map(encode_query, self._queries)
-        message = wire.PeerFind(
-            identities=new,
-            queries=queries,
-            lease_ttl_s=self._ttl_s,
-            wait_s=self._wait_s,
-            ahead_bytes=self._ahead_bytes,
-        )
-        channel.send(Kind.FIND, request, message)
-
-    def receive(self, channel: Channel, header: Header, moved: Callable[[], None]) -> KVServiceError | None:
-        """See Call. Heads are verified here, off the loop."""
-        found = channel.receive_message(_of(header, Kind.FOUND), wire.PeerFound())
-        if len(found.answers) != len(self._queries) or self._session is None:
-            raise FrameError(f"{len(found.answers)} answers to {len(self._queries)} questions")
-        self._session.registered.update(self._identities)
-        ahead = self._receive_ahead(channel, header.request, found, moved)
-        try:
-            self.findings, self.lease, self.corrupt = take_found(self._queries, found, self._session, ahead)
-        except InvalidInputError as error:
-            raise FrameError(str(error)) from error
-        return None
-
-    def _receive_ahead(
-        self, channel: Channel, request: int, found: wire.PeerFound, moved: Callable[[], None]
-    ) -> list[Bytes]:
-        """The first bytes of each record that has some, in the order of the heads."""
-        counts = [one.ahead_bytes for answer in found.answers for one in _heads(answer) if one.ahead_bytes]
-        if sum(counts) > self._ahead_bytes:
-            raise FrameError(f"{sum(counts)} bytes come with an answer, {self._ahead_bytes} were asked for")
-        ahead = [self._buffers.take(count) for count in counts]
-        for target in ahead:
-            _receive_all(channel, request, target.data, moved)
-        if ahead:
-            with suppress(OSError):  # all is here: that the connection broke now is the next call's matter
-                channel.send(Kind.GOT, request)
-        return ahead
-
-
-def _heads(answer: wire.PeerAnswer) -> Iterator[wire.PeerHead]:
-    """A master before its mirror."""
-    return (getattr(answer, name) for name in ("master", "record") if answer.HasField(name))
-
-
-def _receive_all(channel: Channel, request: int, target: memoryview, moved: Callable[[], None]) -> None:
-    """Fill ``target`` from data frames of a request."""
-    at = 0
-    while at < len(target):
-        header = _of(channel.receive_header(), Kind.DATA)
-        end = at + header.payload_bytes
-        if header.request != request or end > len(target):
-            raise FrameError(f"data of request {header.request} up to byte {end}, of {len(target)} of {request}")
-        for first, last in pieces_of(at, end):
-            channel.receive_piece(target[first:last])
-            moved()
-        at = end
 
 
 def take_found(
@@ -238,7 +144,7 @@ class FetchCall(Call):
 
     def must_lead(self, session: ClientSession) -> bool:
         """See Call."""
-        return bool(_new(self._identities, session))
+        return bool(new_identities(self._identities, session))
 
     def send(self, channel: Channel, request: int, session: ClientSession) -> None:
         """See Call."""
@@ -246,7 +152,7 @@ class FetchCall(Call):
         is_own = lease is None or lease.session is session
         self._session = session
         message = wire.PeerFetch(
-            identities=_new(self._identities, session),
+            identities=new_identities(self._identities, session),
             namespace=name.namespace,
             key=encode_key(CacheKey(name.segment, name.context)),
             generation=self._record.head.generation,
@@ -265,7 +171,7 @@ class FetchCall(Call):
                 return error_from_code(said.code, said.message)
             if self._session is not None:
                 self._session.registered.update(self._identities)
-            self._receive_data(channel, _of(header, Kind.DATA), moved)
+            self._receive_data(channel, of_kind(header, Kind.DATA), moved)
             if self.at == self._end:
                 with suppress(OSError):  # all is here: that the connection broke now is the next call's matter
                     channel.send(Kind.GOT, request)
@@ -280,7 +186,10 @@ class FetchCall(Call):
         if end > self._end:
             raise FrameError(f"bytes up to {end} of a record of {self._end}")
         for first, last in pieces_of(self.at, end):
-            channel.receive_piece(self._target[first:last])
+            try:
+                channel.receive_piece(self._target[first:last])
+            except CapacityError as error:  # this node's own want of memory
+                raise StoppedError(error) from error
             moved()
             self.first_s = self.first_s or time.monotonic()
             self.at = last
@@ -315,7 +224,7 @@ class StoreCall(Call):
         asked, master = self._request, self._request.master
         self._session = session
         message = wire.PeerStore(
-            identities=_new(self._identities, session),
+            identities=new_identities(self._identities, session),
             namespace=asked.namespace,
             key=encode_key(asked.key),
             record_bytes=asked.record_bytes,
@@ -332,7 +241,7 @@ class StoreCall(Call):
             self._session.registered.update(self._identities)
         if header.kind is Kind.EXISTS:
             return None
-        _of(header, Kind.GO)
+        of_kind(header, Kind.GO)
         total = self._request.record_bytes
         for first in range(0, total, STORE_FRAME_BYTES):
             channel.send_data(header.request, self._source, first, min(first + STORE_FRAME_BYTES, total))
@@ -342,7 +251,7 @@ class StoreCall(Call):
         if header.kind is Kind.ERROR:
             said = channel.receive_message(header, wire.PeerError())
             return error_from_code(said.code, said.message)
-        channel.receive_message(_of(header, Kind.STORED), wire.PeerStored())
+        channel.receive_message(of_kind(header, Kind.STORED), wire.PeerStored())
         self.is_stored = True
         return None
 
@@ -355,6 +264,7 @@ class CountCall(Call):
     ) -> None:
         super().__init__()
         self.count = 0
+        self.asked_bytes = message.ByteSize()
         self._kind = kind
         self._message = message
         self._identities = identities
@@ -369,14 +279,14 @@ class CountCall(Call):
     def send(self, channel: Channel, request: int, session: ClientSession) -> None:
         """See Call."""
         if isinstance(self._message, wire.PeerDelete):
-            new = _new(self._identities, session)
+            new = new_identities(self._identities, session)
             del self._message.identities[:]
             self._message.identities.extend(new)
         channel.send(self._kind, request, self._message)
 
     def receive(self, channel: Channel, header: Header, moved: Callable[[], None]) -> KVServiceError | None:
         """See Call."""
-        self.count = channel.receive_message(_of(header, Kind.COUNT), wire.PeerCount()).count
+        self.count = channel.receive_message(of_kind(header, Kind.COUNT), wire.PeerCount()).count
         return None
 
 
@@ -391,7 +301,7 @@ class PingCall(Call):
 
     def receive(self, channel: Channel, header: Header, moved: Callable[[], None]) -> KVServiceError | None:
         """See Call."""
-        said = channel.receive_message(_of(header, Kind.PONG), wire.PeerFacts())
+        said = channel.receive_message(of_kind(header, Kind.PONG), wire.PeerFacts())
         try:
             self.facts = decode_facts(said)
         except InvalidInputError as error:
@@ -399,12 +309,13 @@ class PingCall(Call):
         return None
 
 
-def _new(identities: Identities, session: ClientSession) -> list[str]:
+def new_identities(identities: Identities, session: ClientSession) -> list[str]:
     """Those that the session was not told of yet: tens of KiB each."""
     return [text for namespace, text in identities.items() if namespace not in session.registered]
 
 
-def _of(header: Header, kind: Kind) -> Header:
+def of_kind(header: Header, kind: Kind) -> Header:
+    """The header. Raises FrameError unless it is of that kind."""
     if header.kind is not kind:
         raise FrameError(f"a {header.kind.name} frame where {kind.name} should be")
     return header

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from kvservice import __version__
 from kvservice.model.errors import ConfigError, InvalidInputError, KVServiceError, UnavailableError, error_from_code
+from kvservice.peers.call import ClientSession, SilentError
 from kvservice.peers.fence import Fence, twin_error
 from kvservice.peers.frames import FrameError, Kind
 from kvservice.peers.member import Address, Facts, LocalAddress
-from kvservice.peers.pool import ClientSession, SilentError
 from kvservice.peers.streams_channel import Channel
 from kvservice.peers.streams_limits import LinkLimits
 from kvservice.peers.streams_messages import decode_facts, encode_facts

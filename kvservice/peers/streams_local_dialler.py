@@ -8,9 +8,9 @@ import socket
 from collections.abc import Callable
 
 from kvservice.model.errors import KVServiceError, UnavailableError
+from kvservice.peers.call import ClientSession
 from kvservice.peers.locality import require_same_user
 from kvservice.peers.member import Facts, LocalAddress
-from kvservice.peers.pool import ClientSession
 from kvservice.peers.streams_channel import Channel
 from kvservice.peers.streams_client_dialler import Caller, PeerDialler
 from kvservice.peers.streams_limits import LinkLimits

@@ -10,7 +10,7 @@ from functools import partial
 
 from kvservice.model.errors import KVServiceError, UnavailableError
 from kvservice.model.explanation import PlaceAnswer
-from kvservice.peers.pool import SilentError
+from kvservice.peers.call import SilentError
 from kvservice.sharing.fetches import let_go
 from kvservice.sharing.last_answers import LastAnswers
 from kvservice.sharing.place import Offer, Place, Question

@@ -240,7 +240,9 @@ async def _put_in_place(ahead: Bytes | None, view: Bytes, on_piece: OnPiece) -> 
         yield len(ahead)
     finally:
         await _settled(putting)
-    putting.result()
+        error = putting.exception()
+    if error is not None:
+        raise error
 
 
 async def _settled(future: "asyncio.Future[None]") -> None:

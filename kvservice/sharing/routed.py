@@ -13,7 +13,7 @@ from typing import TypeVar
 from kvservice.caches import Space
 from kvservice.model.errors import UnavailableError
 from kvservice.model.segment import CacheKey
-from kvservice.peers.pool import SilentError, UnsettledError
+from kvservice.peers.call import SilentError, UnsettledError
 from kvservice.peers.routes import Router
 from kvservice.peers.routes_estimate import Speed
 from kvservice.peers.routes_log import Medium
@@ -41,6 +41,7 @@ class RoutedPlace:
         """Ways that may be added, or were removed for now; they are closed with the place."""
         self.given = self.given_bytes = 0
         """Records that it took, and their bytes."""
+        self._is_slower_than_known = False
         self._router = router
         self._clock = clock
         self._moved = _Moved()
@@ -72,14 +73,18 @@ class RoutedPlace:
     def ahead_bytes(self) -> int:
         """See Place: what the first way, which carries questions, brings in AHEAD_S; and no more than came from there
         before, for how fast it is may be a guess. None where its memory is read: nothing is nearer."""
-        if Medium.SHARED_MEMORY in self.ways:
+        if Medium.SHARED_MEMORY in self.ways or self._is_slower_than_known:
             return 0
         speed = self._router.speed(self.name, self._first)
         return min(AHEAD_BYTES_MAX, int(speed.bytes_per_s * AHEAD_S), max(AHEAD_BYTES_FIRST, self.brought_bytes))
 
     async def find(self, questions: Sequence[Question], ahead_bytes: int = 0) -> list[Offer | None]:
-        """See Place."""
-        way, offers = await self._ask(lambda one: one.find(questions, ahead_bytes))
+        """See Place. One that fails with first layers to come is the last until a record shows how fast the way is."""
+        try:
+            way, offers = await self._ask(lambda one: one.find(questions, ahead_bytes))
+        except UnavailableError:
+            self._is_slower_than_known |= ahead_bytes > 0
+            raise
         if way is not self._main:
             for record in (one for offer in offers if offer is not None for one in (offer.record, offer.master)):
                 if record is not None:
@@ -108,6 +113,7 @@ class RoutedPlace:
                 if is_frozen or not media:
                     raise
             else:
+                self._is_slower_than_known = False
                 if count:
                     share = count / max(count, self._moved.total - before)
                     self._router.done(choice, (self._clock() - began_s) * share)

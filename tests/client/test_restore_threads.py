@@ -10,6 +10,10 @@ from kvservice.client.restore_threads import RestoreThreads
 from kvservice.model.errors import UnavailableError
 
 
+def _running() -> int:
+    return sum(thread.name.startswith("kvservice-restore") for thread in threading.enumerate())
+
+
 class NotedJob:
     """Notes what is called, and on which thread; each part waits until it may end."""
 
@@ -98,18 +102,18 @@ def test_a_start_that_is_interrupted_leaves_the_rest_to_the_thread() -> None:
 
 
 def test_threads_are_made_when_they_are_needed_and_no_more_than_said() -> None:
-    before = threading.active_count()
+    before = _running()
     threads = RestoreThreads(2)
-    assert threading.active_count() == before
+    assert _running() == before
     jobs = [NotedJob(may_run=False) for _ in range(3)]
     for job in jobs:
         threads.begin(job)
-    assert threading.active_count() == before + 2
+    assert _running() == before + 2
     for job in jobs:
         job.parts["run"].set()
     assert jobs[2].entered["run"].wait(10)
     threads.close()
-    assert threading.active_count() == before
+    assert _running() == before
 
 
 def test_a_job_may_close_them() -> None:
@@ -145,3 +149,18 @@ threads.begin(Job())
 def test_a_program_that_ends_waits_for_what_writes_to_its_memory() -> None:
     ended = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=60, check=True)
     assert ended.stdout == "done\n"
+
+
+def test_a_thread_that_cannot_be_started_costs_its_job_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, job = RestoreThreads(1), NotedJob()
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(UnavailableError, match="nothing was written"):
+            threads.begin(NotedJob())
+    threads.begin(job)
+    threads.close()
+    assert job.done == [("start", True), ("run", False)]

@@ -1,6 +1,7 @@
 """First layers come with the answer to a question: which, how much, and what becomes of what held them."""
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from kvservice.model.cache import CacheMeta
 from kvservice.model.errors import UnavailableError
+from kvservice.model.segment import SegmentId
 from kvservice.peers import streams_server_connection
 from kvservice.peers.ahead_buffers import AheadBuffers
 from kvservice.peers.frames import Kind
@@ -17,6 +19,7 @@ from kvservice.peers.host_loop import NodeLoop
 from kvservice.peers.streams_channel import Channel
 from kvservice.peers.streams_client import PeerLink
 from kvservice.peers.streams_client_calls import PeerFinding, PeerRecord
+from kvservice.peers.streams_limits import LinkLimits
 from kvservice.peers.streams_messages import encode_found
 from kvservice.storage.buffer import Bytes
 from kvservice.wire.v1 import peer_pb2 as wire
@@ -156,6 +159,11 @@ def test_a_buffer_that_is_given_back_is_used_again_and_by_one_alone() -> None:
     assert not np.shares_memory(first, second)
     buffers.give_back(first)
     buffers.give_back(first)
+    again = buffers.take(100_000)
+    buffers.give_back(first)
+    assert np.shares_memory(first, again)
+    assert not np.shares_memory(again, buffers.take(10))
+    buffers.give_back(again)
     third, fourth = buffers.take(50_000), buffers.take(50_000)
     assert (len(third), np.shares_memory(first, third)) == (50_000, True)
     assert not any(np.shares_memory(one, fourth) for one in (first, second))
@@ -227,6 +235,31 @@ async def test_a_caller_who_does_not_read_is_cut_off_and_holds_nothing() -> None
                 await ask(link, owner, [meta], MIB)
         assert reads.is_set()
         await settled(lambda: not owner.world.node.catalog.held)
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+async def test_many_questions_and_long_answers_do_not_wait_for_each_other(
+    monkeypatch: pytest.MonkeyPatch, parts: int
+) -> None:
+    """Who answers the first one reads no other meanwhile; with buffers as small as a new connection's."""
+    honest = Channel.__init__
+
+    def narrow(self: Channel, sock: socket.socket, **words: bool) -> None:
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            sock.setsockopt(socket.SOL_SOCKET, option, 64 << 10)
+        honest(self, sock, **words)
+
+    monkeypatch.setattr(Channel, "__init__", narrow)
+    async with owner_node() as owner, link_to(owner.address, limits=LinkLimits(deadline_s=5.0)) as link:
+        metas = [await owner.store(name) for name in ("one", "two")]
+        texts = {owner.identity.namespace(): owner.identity.canonical_json()}
+        await link.find_all([make_query(metas[0])], texts)
+        absent = make_query(metas[0], marks=bytes(256))
+        queries = [make_query(meta) for meta in metas]
+        queries += [absent._replace(segment=SegmentId(bytes(28) + n.to_bytes(4, "big"))) for n in range(512 * parts)]
+        found = await link.find_all(queries, texts, ttl_s=30.0, ahead_bytes=4 * MIB)
+        assert [one.record is not None for one in found[:3]] == [True, True, False]
+        assert link.counters.expired == 0
 
 
 async def test_more_than_was_asked_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

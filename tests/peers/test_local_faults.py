@@ -12,8 +12,8 @@ import pytest
 
 from kvservice.config import process_environment
 from kvservice.model.errors import UnavailableError
+from kvservice.peers.call import SilentError
 from kvservice.peers.member import LocalAddress
-from kvservice.peers.pool import SilentError
 from kvservice.storage.arena import Arena
 from tests.peers import peer_process
 from tests.peers.stream_world import HASTY, PATIENT, fetch_verified, fetched_at_last, link_to

@@ -14,8 +14,8 @@ from kvservice.model.identity import Identity
 from kvservice.model.plan import Match, MissReason
 from kvservice.model.rope import Rope
 from kvservice.model.segment import ContextId
+from kvservice.peers.call import UnsettledError
 from kvservice.peers.frames import Header, Kind
-from kvservice.peers.pool import UnsettledError
 from kvservice.peers.streams_server_connection import PeerConnection
 from kvservice.sharing.place import Parcel, Question
 from kvservice.storage.arena import Arena

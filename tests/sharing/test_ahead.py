@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from types import SimpleNamespace
 
 import pytest
 
@@ -192,3 +193,16 @@ def test_of_a_node_whose_memory_is_read_nothing_is_asked_for() -> None:
     place = RoutedPlace(Router(lambda: now_s[0]), {Medium.STREAM: Way("stream", now_s)})
     place.add_way(Medium.SHARED_MEMORY, Way("local", now_s))
     assert place.ahead_bytes == 0
+
+
+async def test_after_a_question_failed_with_them_none_come_until_a_record_came() -> None:
+    """How fast the way is seems to be wrong; nothing else would tell."""
+    now_s = [0.0]
+    way = Way("stream", now_s, UnavailableError("too slow"))
+    place = RoutedPlace(Router(lambda: now_s[0]), {Medium.STREAM: way}, lambda: now_s[0])
+    with pytest.raises(UnavailableError):
+        await place.find([], place.ahead_bytes)
+    assert place.ahead_bytes == 0
+    way._error = None
+    await place.fetch(SimpleNamespace(record_bytes=100), None, lambda *_: None)  # type: ignore[arg-type]
+    assert place.ahead_bytes == AHEAD_BYTES_FIRST

@@ -17,7 +17,7 @@ from kvservice.explaining_others import ASKED_MAX
 from kvservice.model.errors import InvalidInputError, UnavailableError
 from kvservice.model.explanation import PlaceAnswer, PlaceExplanation, place_text
 from kvservice.model.segment import SegmentId
-from kvservice.peers.pool import SilentError
+from kvservice.peers.call import SilentError
 from kvservice.sharing.last_answers import KEPT_MAX, LastAnswers
 from kvservice.sharing.place import Offer, Question
 from kvservice.stats.explain_http import explain_question

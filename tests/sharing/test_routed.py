@@ -10,7 +10,7 @@ import pytest
 from kvservice.caches import Space
 from kvservice.model.errors import CapacityError, KVServiceError, UnavailableError
 from kvservice.model.segment import CacheKey
-from kvservice.peers.pool import UnsettledError
+from kvservice.peers.call import UnsettledError
 from kvservice.peers.routes import Router
 from kvservice.peers.routes_log import Medium
 from kvservice.sharing.place import Offer, Parcel, Question

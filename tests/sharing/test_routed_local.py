@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvservice.model.errors import KVServiceError, UnavailableError
-from kvservice.peers.pool import SilentError
+from kvservice.peers.call import SilentError
 from kvservice.peers.routes import Router
 from kvservice.peers.routes_log import Medium
 from kvservice.sharing.routed import RoutedPlace

@@ -8,7 +8,7 @@ is used, its own forward pass and ours must write the same bits into scratch blo
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ class VllmEngine:
         self._unit = paged.layouts[0].block_size  # the kernels' blocks; the scheduler's may be several of them
         self._names = [attention.layer_name for attention in model.attentions]
         self._tables: WeakKeyDictionary[Rows, Tensor] = WeakKeyDictionary()
-        self._calls: WeakKeyDictionary[Rows, tuple[Tensor, list[_Call]]] = WeakKeyDictionary()
+        self._last: tuple[ref[Rows], Tensor, _Call] | None = None
 
     @classmethod
     def of(cls, runner: Any, vllm_config: Any, paged: EnginePaged) -> "VllmEngine":
@@ -87,12 +87,11 @@ class VllmEngine:
         itself. There ``hidden`` is returned as it is, the states *before* that layer.
         Raises SlotError when a row's slot is not where its prompt's block table has it; nothing is written then.
         """
-        calls = self._calls_of(rows, is_written)
         if layer == self.layers - 1:
-            self._store(layer, hidden, rows, calls)
+            self._store(layer, hidden, rows, is_written)
             return hidden
         parts = []
-        for call in calls:
+        for call in self._calls_of(rows, is_written):
             with self._running(), self._context(call):
                 parts.append(torch.stack(self._call(layer, hidden[call.cut], call.positions), 1))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -117,26 +116,34 @@ class VllmEngine:
             known = self._tables[rows] = _block_tables(rows, self._unit)
         return known
 
-    def _calls_of(self, rows: Rows, is_written: Tensor) -> list["_Call"]:
-        """The rows in pieces that the device's buffers take, each with what its attention sees: the same for every
-        layer, and made once for all of them, since it takes an eighth of a layer's time."""
-        known = self._calls.get(rows)
-        if known is None or known[0] is not is_written:
-            tables = self._block_tables(rows)
-            calls = [self._prepared(_part(rows, cut), is_written[cut], tables, cut) for cut in self._cuts(rows)]
-            known = self._calls[rows] = is_written, calls
-        return known[1]
+    def _calls_of(self, rows: Rows, is_written: Tensor) -> Iterator["_Call"]:
+        """The rows in pieces that the device's buffers take, each with what its attention sees, made just before it is
+        used: some backends keep that in buffers which the next one is written to. What was made last serves the next
+        layer too, if it is of the same rows: making it takes an eighth of a layer's time.
+        """
+        last = self._last
+        if last is not None and last[0]() is rows and last[1] is is_written:
+            yield last[2]
+            return
+        tables, cuts = self._block_tables(rows), self._cuts(rows)
+        for cut in cuts:
+            self._last = None
+            call = self._prepared(_part(rows, cut), is_written[cut], tables, cut)
+            self._last = (ref(rows), is_written, call) if len(cuts) == 1 else None
+            yield call
 
     def _prepared(self, rows: Rows, is_written: Tensor, tables: Tensor, cut: slice) -> "_Call":
         slots = torch.where(is_written, rows.slots, NO_SLOT).to(self._model.device)
         return _Call(cut, rows.positions, slots, self._model.builder.build(0, _metadata(rows, slots, tables)))
 
-    def _store(self, layer: int, hidden: Tensor, rows: Rows, calls: list["_Call"]) -> None:
+    def _store(self, layer: int, hidden: Tensor, rows: Rows, is_written: Tensor) -> None:
+        self._block_tables(rows)  # checks the slots
         attention = self._model.attentions[layer]
-        for call in calls:
-            keys, values = self.probe(layer, hidden[call.cut], _part(rows, call.cut))
+        slots = torch.where(is_written, rows.slots, NO_SLOT).to(self._model.device)
+        for cut in self._cuts(rows):
+            keys, values = self.probe(layer, hidden[cut], _part(rows, cut))
             with self._running():
-                attention.impl.do_kv_cache_update(attention, keys, values, attention.kv_cache, call.slots)
+                attention.impl.do_kv_cache_update(attention, keys, values, attention.kv_cache, slots[cut])
 
     def _call(self, layer: int, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """The layer on copies: fused operations work in place."""
