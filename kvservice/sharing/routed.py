@@ -85,12 +85,13 @@ class RoutedPlace:
         except UnavailableError:
             self._is_slower_than_known |= ahead_bytes > 0
             raise
-        if way is not self._main:
-            for record in (one for offer in offers if offer is not None for one in (offer.record, offer.master)):
-                if record is not None:
-                    self._found_elsewhere[id(record)] = record, way
-            while len(self._found_elsewhere) > FOUND_MAX:
-                self._found_elsewhere.popitem(last=False)  # its lease runs out by itself
+        found = (one for offer in offers if offer is not None for one in (offer.record, offer.master))
+        for record in (one for one in found if one is not None):
+            self._moved.add(0 if record.ahead is None else len(record.ahead))
+            if way is not self._main:
+                self._found_elsewhere[id(record)] = record, way
+        while len(self._found_elsewhere) > FOUND_MAX:
+            self._found_elsewhere.popitem(last=False)  # its lease runs out by itself
         return offers
 
     async def fetch(self, record: RemoteRecord, target: Bytes, on_piece: OnPiece, start: int = 0) -> None:
