@@ -93,7 +93,7 @@ def test_what_is_in_flight_is_not_limited_by_the_delay_and_comes_in_order() -> N
 def test_what_does_not_fit_waits_with_who_sends_and_goes_round() -> None:
     with echo() as address, FarLink(address, 0.0) as link, called(link) as sock:
         link.back.stall()
-        data = b"abcde" * (WINDOW_BYTES // 2)  # both directions hold a window each
+        data = b"abcdefgh" * (WINDOW_BYTES // 2)  # both directions hold a window, and the kernel some buffers
         thread = threading.Thread(target=sock.sendall, args=(data,), daemon=True)
         thread.start()
         thread.join(0.2)
