@@ -108,8 +108,8 @@ async def test_a_connection_that_always_breaks_is_an_error() -> None:
 async def test_a_byte_that_turned_on_the_way_is_corrupt_and_not_served() -> None:
     turned: list[int] = []
 
-    def turn(number: int, passed: int, data: bytearray) -> None:
-        if passed > 2 * MIB and not turned:
+    def turn(number: int, passed: int, data: bytearray) -> None:  # in the middle of a frame of 2 MiB
+        if passed > 3 * MIB and not turned:
             turned.append(passed)
             data[17] ^= 4
 
