@@ -33,7 +33,7 @@ class ThreadWorker:
         try:
             return await asyncio.shield(future)
         except asyncio.CancelledError:
-            await _until_done(future)  # the thread still reads an extent that our caller would now free
+            await until_done(future)  # the thread still reads an extent that our caller would now free
             raise
 
     def close(self) -> None:
@@ -41,7 +41,7 @@ class ThreadWorker:
         self._pool.shutdown(wait=True)
 
 
-async def _until_done(future: "asyncio.Future[T]") -> None:
+async def until_done(future: "asyncio.Future[T]") -> None:
     """Wait, however often the waiting task is cancelled; it is a thread that ends this, not its caller."""
     while not future.done():
         with suppress(asyncio.CancelledError):
@@ -81,7 +81,7 @@ class OrderedWork:
         try:
             return await asyncio.shield(done)
         except asyncio.CancelledError:
-            await _until_done(done)
+            await until_done(done)
             done.exception()  # nobody waits for it any more: not one to report when the future is collected
             raise
 

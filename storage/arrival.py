@@ -7,7 +7,7 @@ from kvservice.model.errors import CorruptError, RecordFormatError
 from kvservice.model.identity import Namespace
 from kvservice.model.segment import CacheKey
 from kvservice.storage.buffer import Bytes
-from kvservice.storage.record_header import HEADER_BYTES_MAX, PREFIX, PREFIX_BYTES
+from kvservice.storage.record_header import PREFIX_BYTES, said_header_bytes
 from kvservice.storage.record_layout import SECTION_ALIGNMENT
 from kvservice.storage.record_reader import RecordReader
 
@@ -18,7 +18,7 @@ def is_head_here(target: Bytes, end: int) -> bool:
         return False
     if len(target) < PREFIX_BYTES:
         return True
-    header_bytes: int = min(PREFIX.unpack(target[:PREFIX_BYTES].tobytes())[3], HEADER_BYTES_MAX)
+    header_bytes = said_header_bytes(target[:PREFIX_BYTES].tobytes())
     return end >= min(len(target), PREFIX_BYTES + header_bytes + SECTION_ALIGNMENT)
 
 

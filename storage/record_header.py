@@ -34,6 +34,12 @@ SECTION_BYTES_MAX = (1 << 32) - 1
 assert PREFIX_BYTES == 32
 
 
+def said_header_bytes(prefix: bytes) -> int:
+    """How long the header is by its prefix, which nobody has verified; no longer than a header may be."""
+    said: int = PREFIX.unpack(prefix)[3]
+    return min(said, HEADER_BYTES_MAX)
+
+
 def header_of_meta(meta: CacheMeta, section_bytes: Sequence[int], section_checksums: Sequence[int]) -> RecordHeader:
     """The header that says ``meta``. Its size does not depend on the checksums: they are fixed64.
 

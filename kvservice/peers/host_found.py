@@ -15,7 +15,7 @@ from kvservice.peers.host import Ahead, Answer, FoundHead
 from kvservice.peers.host_held import NodeHeld
 from kvservice.peers.host_loop import NodeLoop
 from kvservice.storage.buffer import Bytes
-from kvservice.storage.record_header import HEADER_BYTES_MAX, PREFIX, PREFIX_BYTES
+from kvservice.storage.record_header import PREFIX_BYTES, said_header_bytes
 
 AHEAD_RECORDS_MAX = 64
 """Of one question, whose first layers go with the answer."""
@@ -30,7 +30,7 @@ class FoundRecord(NamedTuple):
 
     def read(self, ahead_bytes: int = 0) -> FoundHead:
         """A copy of prefix and header; whoever gets it verifies it."""
-        header_bytes = min(PREFIX.unpack(self.view[:PREFIX_BYTES].tobytes())[3], HEADER_BYTES_MAX)
+        header_bytes = said_header_bytes(self.view[:PREFIX_BYTES].tobytes())
         return FoundHead(self.view[: PREFIX_BYTES + header_bytes].tobytes(), self.prefill_s, ahead_bytes)
 
 

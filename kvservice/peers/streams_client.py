@@ -48,6 +48,7 @@ from kvservice.storage.remote.breaker import Breaker, BreakerState
 from kvservice.storage.remote.contract import OnPiece, RemoteRecord
 from kvservice.store import WriteRequest
 from kvservice.wire.v1 import peer_pb2 as wire
+from kvservice.worker import until_done
 
 IDENTITIES_MAX = 256
 """Namespaces whose JSON is kept at hand; making it takes 3 ms of the loop."""
@@ -288,9 +289,7 @@ class PeerLink:
             await self._wait(call, done, started_s, due_s)
         except asyncio.CancelledError:
             call.give_up(UnavailableError(f"a call to {self.name} was given up"))
-            while not done.done():
-                with suppress(asyncio.CancelledError):
-                    await asyncio.wait([done])
+            await until_done(done)
             raise
         finally:
             pool.outstanding_bytes -= expected

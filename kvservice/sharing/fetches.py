@@ -7,7 +7,7 @@ extent any more, whatever becomes of the lease that wanted it.
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -28,6 +28,7 @@ from kvservice.storage.arrival import RecordArrival
 from kvservice.storage.buffer import Bytes
 from kvservice.storage.mapping import prefault
 from kvservice.storage.remote.contract import OnPiece, RemoteRecord
+from kvservice.worker import until_done
 
 FETCHES_MAX = 256
 """Records that are asked of one place at a time: more wait here, without a deadline of their own, for a place has
@@ -250,9 +251,7 @@ async def _settled(future: "asyncio.Future[None]") -> None:
     try:
         await asyncio.wait([future])
     except asyncio.CancelledError:
-        while not future.done():
-            with suppress(asyncio.CancelledError):
-                await asyncio.wait([future])
+        await until_done(future)
         raise
 
 

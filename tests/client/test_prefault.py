@@ -14,16 +14,14 @@ from kvservice.model.errors import CapacityError
 from kvservice.storage import mapping
 from tests.client.builders import Engine, make_identity, make_prompt, make_settings
 from tests.client.test_opaque import MIB, content, opened, read
-from tests.storage.page_faults import PAGE, CountingTables, RefusingTables, needs_advice
+from tests.storage.page_faults import PAGE, CountingTables, RefusingTables, counted, needs_advice
 
 SIZE = 16 * MIB
 
 
 @pytest.fixture
 def tables(monkeypatch: pytest.MonkeyPatch) -> CountingTables:
-    made = CountingTables()
-    monkeypatch.setattr(mapping, "_PAGE_TABLES", made)
-    return made
+    return counted(monkeypatch)
 
 
 @pytest.fixture

@@ -61,6 +61,19 @@ def restored(client: Client, prompt: RoundPrompt) -> list[list[torch.Tensor]]:
     return engine.rows(slots)
 
 
+def gate_reads(monkeypatch: pytest.MonkeyPatch, behind: int = 0) -> threading.Event:
+    """Pieces of records from byte ``behind`` on are read from SSD once this is set."""
+    may_go_on, read_piece = threading.Event(), Slab.read_piece
+
+    def gated(slab: Slab, extent: object, start: int, end: int, target: object) -> None:
+        if start >= behind:
+            assert may_go_on.wait(30)
+        read_piece(slab, extent, start, end, target)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Slab, "read_piece", gated)
+    return may_go_on
+
+
 @pytest.mark.parametrize("is_local", [True, False])
 def test_a_restart_loses_nothing(tmp_path: Path, is_local: bool) -> None:
     prompt, rows = stored_before(tmp_path)
@@ -76,14 +89,7 @@ def test_the_first_layers_are_in_place_while_the_last_ones_are_still_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt, rows = stored_before(tmp_path)
-    may_go_on, read_piece = threading.Event(), Slab.read_piece
-
-    def gated(slab: Slab, extent: object, start: int, end: int, target: object) -> None:
-        if start >= PIECE_BYTES:
-            assert may_go_on.wait(30)
-        read_piece(slab, extent, start, end, target)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Slab, "read_piece", gated)
+    may_go_on = gate_reads(monkeypatch, PIECE_BYTES)
     engine = Engine(IDENTITY.geometry, blocks=1000, seed=3)
     slots = engine.allocate(prompt.token_count)
     with connected(tmp_path, is_local=True) as client, client.lookup([prompt]) as plans:
@@ -116,14 +122,7 @@ def test_a_node_that_stops_while_a_record_is_read_fails_the_restore_by_name_or_i
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt, rows = stored_before(tmp_path)
-    may_go_on, read_piece = threading.Event(), Slab.read_piece
-
-    def gated(slab: Slab, extent: object, start: int, end: int, target: object) -> None:
-        if start >= PIECE_BYTES:
-            assert may_go_on.wait(30)
-        read_piece(slab, extent, start, end, target)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Slab, "read_piece", gated)
+    may_go_on = gate_reads(monkeypatch, PIECE_BYTES)
     engine = Engine(IDENTITY.geometry, blocks=1000, seed=3)
     slots = engine.allocate(prompt.token_count)
     service = Service(settings(tmp_path)).__enter__()  # type: ignore[arg-type]
@@ -142,13 +141,7 @@ def test_a_node_that_stops_while_a_record_is_read_fails_the_restore_by_name_or_i
 def test_wrong_slots_are_told_before_anything_has_arrived(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is on its way is asked for first, but slots are checked while it comes; the question is then given up."""
     prompt, rows = stored_before(tmp_path)
-    may_go_on, read_piece = threading.Event(), Slab.read_piece
-
-    def gated(slab: Slab, extent: object, start: int, end: int, target: object) -> None:
-        assert may_go_on.wait(30)
-        read_piece(slab, extent, start, end, target)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Slab, "read_piece", gated)
+    may_go_on = gate_reads(monkeypatch)
     engine = Engine(IDENTITY.geometry, blocks=1000, seed=3)
     slots = engine.allocate(prompt.token_count)
     wrong = slots.clone()
@@ -202,13 +195,7 @@ def test_a_question_sent_ahead_goes_with_the_plans_that_were_never_restored(tmp_
 
 def test_segments_that_need_no_rows_are_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prompt, _ = stored_before(tmp_path)
-    may_go_on, read_piece = threading.Event(), Slab.read_piece
-
-    def gated(slab: Slab, extent: object, start: int, end: int, target: object) -> None:
-        assert may_go_on.wait(30)
-        read_piece(slab, extent, start, end, target)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Slab, "read_piece", gated)
+    may_go_on = gate_reads(monkeypatch)
     engine = Engine(IDENTITY.geometry, blocks=1000, seed=3)
     none = torch.full((prompt.token_count,), -1)
     with connected(tmp_path, is_local=False) as client, client.lookup([prompt]) as plans:

@@ -38,6 +38,13 @@ class CountingTables(PageTables):
         return thread_faults() - before - (self.ahead - ahead)
 
 
+def counted(monkeypatch: pytest.MonkeyPatch) -> CountingTables:
+    """In place of the process's own, for the test."""
+    made = CountingTables()
+    monkeypatch.setattr(mapping, "_PAGE_TABLES", made)
+    return made
+
+
 class RefusingTables(PageTables):
     """Those of a kernel that answers ``code``; ``calls``: how often it was asked."""
 

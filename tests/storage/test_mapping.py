@@ -15,7 +15,7 @@ from kvservice.storage import mapping
 from kvservice.storage.arena import Arena, AttachedArenas, attach_arena
 from kvservice.storage.buffer import Bytes
 from kvservice.storage.mapping import STEP_BYTES, PageTables, prefault
-from tests.storage.page_faults import PAGE, CountingTables, RefusingTables, filled, needs_advice
+from tests.storage.page_faults import PAGE, CountingTables, RefusingTables, counted, filled, needs_advice
 
 MIB = 1 << 20
 BULK = 16 * MIB
@@ -23,9 +23,7 @@ BULK = 16 * MIB
 
 @pytest.fixture
 def tables(monkeypatch: pytest.MonkeyPatch) -> CountingTables:
-    made = CountingTables()
-    monkeypatch.setattr(mapping, "_PAGE_TABLES", made)
-    return made
+    return counted(monkeypatch)
 
 
 @pytest.fixture
