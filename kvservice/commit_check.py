@@ -20,7 +20,7 @@ from kvservice.model.errors import (
     TokenCountError,
 )
 from kvservice.model.segment import SEGMENT_TOKENS_MAX
-from kvservice.storage.arrival import is_head_here
+from kvservice.storage.arrival import InOrder, is_head_here
 from kvservice.storage.buffer import BITS_OF_ELEMENT, Bytes, StorageBits
 from kvservice.storage.record import RecordReader
 
@@ -35,7 +35,7 @@ _LARGEST_FINITE = {"bfloat16": 0x7F7F, "float16": 0x7BFF, "float32": 0x7F7F_FFFF
 
 
 class CommitCheck:
-    """The checks of one record, from its first byte to its last. One thread at a time."""
+    """The checks of one record, from its first byte to its last."""
 
     def __init__(self, reservation: "Reservation", view: Bytes) -> None:
         self._reservation = reservation
@@ -44,6 +44,7 @@ class CommitCheck:
         self._is_meta_right = False
         self._layers = 0
         self._fault: KVServiceError | None = None
+        self._pieces = InOrder(self._look)
 
     @property
     def is_over(self) -> bool:
@@ -51,8 +52,14 @@ class CommitCheck:
         reader = self._reader
         return self._fault is not None or (reader is not None and self._layers == len(reader.section_checksums))
 
-    def arrived(self, end: int) -> None:
-        """Bytes up to ``end`` are there and stay as they are: check what is whole. What is wrong is said at the end."""
+    def arrived(self, start: int, end: int) -> None:
+        """Bytes [start, end) are there and stay as they are: check what is whole. What is wrong is said at the end.
+
+        Pieces may arrive in any order, from any thread.
+        """
+        self._pieces.arrived(start, end)
+
+    def _look(self, end: int) -> None:
         if self._fault is not None or (self._reader is None and not is_head_here(self._view, end)):
             return
         try:
@@ -61,7 +68,7 @@ class CommitCheck:
             self._fault = error
 
     def finish(self, header_checksum: int) -> VerifiedRecord:
-        """Check what is left. Raises KVServiceError for a record that is not what it should be."""
+        """Check what is left, once nothing more arrives. Raises KVServiceError if the record is not right."""
         reader = self._open()
         if reader.header_checksum != header_checksum:
             raise ChecksumMismatchError(

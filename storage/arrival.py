@@ -1,6 +1,7 @@
 """Verifies a record while its pieces arrive, so that its first layers are read while the last ones are on their way."""
 
 import threading
+from collections.abc import Callable
 
 from kvservice.model.cache import MasterReference
 from kvservice.model.errors import CorruptError, RecordFormatError
@@ -22,6 +23,45 @@ def is_head_here(target: Bytes, end: int) -> bool:
     return end >= min(len(target), PREFIX_BYTES + header_bytes + SECTION_ALIGNMENT)
 
 
+class InOrder:
+    """Has bytes that come in pieces, in any order and from any thread, looked at in order and by one thread at a time.
+
+    ``look(end)``: all before ``end`` is there. Who brings a piece while another thread looks leaves it to that one and
+    goes on: where two threads bring pieces, one looks while the other brings.
+    """
+
+    def __init__(self, look: Callable[[int], None]) -> None:
+        self._look = look
+        self._lock = threading.Lock()
+        self._waiting: dict[int, int] = {}
+        self._end = 0
+        self._is_looking = False
+
+    def arrived(self, start: int, end: int) -> None:
+        """Bytes [start, end) are there and stay as they are. Raises what ``look`` does; the next one looks again."""
+        with self._lock:
+            self._waiting[start] = end
+            while self._end in self._waiting:
+                self._end = self._waiting.pop(self._end)
+            if self._is_looking:
+                return
+            self._is_looking = True
+        seen = -1
+        try:
+            while (end := self._end_beyond(seen)) > seen:
+                self._look(end)
+                seen = end
+        except BaseException:
+            self._is_looking = False
+            raise
+
+    def _end_beyond(self, seen: int) -> int:
+        """Up to where all is there; if that is no news, nobody looks from now on."""
+        with self._lock:
+            self._is_looking = self._end > seen
+            return self._end
+
+
 class RecordArrival:
     """One record on its way into ``target``. Pieces may arrive in any order, from any thread.
 
@@ -33,37 +73,32 @@ class RecordArrival:
     ) -> None:
         self._target = target
         self._said = (namespace, key, generation, master)
-        self._lock = threading.Lock()
-        self._waiting: dict[int, int] = {}
-        self._end = 0
+        self._pieces = InOrder(self._verify)
         self._reader: RecordReader | None = None
         self._layers = 0
 
     @property
     def layers(self) -> int:
         """How many layers, from the first on, are known to be right."""
-        with self._lock:
-            return self._layers
+        return self._layers
 
     def arrived(self, start: int, end: int) -> int:
         """Bytes [start, end) are there: how many layers, from the first on, are now known to be right.
 
         Raises CorruptError once something is not what was stored; nothing behind it is ever counted. A piece that
-        closes a gap verifies all that waited for it, in the calling thread.
+        closes a gap verifies all that waited for it, in the calling thread; or in the one that verifies just then,
+        which is then told of those layers, too.
         """
-        with self._lock:
-            self._waiting[start] = end
-            while self._end in self._waiting:
-                self._end = self._waiting.pop(self._end)
-            if self._reader is not None or is_head_here(self._target, self._end):
-                self._verify()
-            return self._layers
+        self._pieces.arrived(start, end)
+        return self._layers
 
-    def _verify(self) -> None:
+    def _verify(self, end: int) -> None:
         if self._reader is None:
+            if not is_head_here(self._target, end):
+                return
             self._reader = self._open()
         ends = [*self._reader.layout.section_offsets[1:], self._reader.layout.record_bytes]
-        while self._layers < len(ends) and ends[self._layers] <= self._end:
+        while self._layers < len(ends) and ends[self._layers] <= end:
             self._reader.verify_layer(self._layers)
             self._layers += 1
 

@@ -334,8 +334,8 @@ class Intake:
             if end > self.bytes:
                 raise InvalidInputError(f"bytes up to {end} of a record of {self.bytes}")
             np.copyto(self._target[self.at : end], data)
-            self.at = end
-            self._room.arrived(end)
+            start, self.at = self.at, end
+            self._room.arrived(start, end)
             self._until_s = self._clock() + self._slow_s
 
     def commit(self, header_checksum: int) -> int:

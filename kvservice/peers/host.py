@@ -108,7 +108,7 @@ class Found:
     ahead: tuple[Ahead, ...] = ()
 
 
-def _nothing(_: int) -> None:
+def _nothing(_start: int, _end: int) -> None:
     return
 
 
@@ -116,12 +116,12 @@ def _nothing(_: int) -> None:
 class Room:
     """Where a record is received: ``view`` is writable until it is committed or aborted.
 
-    ``arrived`` is told up to where its bytes are there and stay as they are; what is whole of them is checked then.
+    ``arrived`` is told of each piece that is there and stays as it is; what is whole is checked then. Any thread may.
     """
 
     id: int
     view: memoryview
-    arrived: Callable[[int], None] = _nothing
+    arrived: Callable[[int, int], None] = _nothing
 
 
 class HostSession(Protocol):

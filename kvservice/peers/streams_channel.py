@@ -31,10 +31,12 @@ from kvservice.peers.frames import (
     parse_message,
 )
 from kvservice.storage.mapping import prefault
+from kvservice.storage.remote.contract import OnPiece
 
 PIECE_BYTES = 256 << 10
 """Received in one go where the kernel has it: told and verified while the core's cache still holds it."""
 NO_DESCRIPTOR = -1
+Part = tuple[int, int]
 M = TypeVar("M", bound=Message)
 
 
@@ -102,6 +104,10 @@ class Channel:
         data = b"" if message is None else message.SerializeToString()
         self._sock.sendall(pack_header(kind, request, len(data)) + data)
 
+    def frames_of(self, source: Source, start: int, end: int, frame_bytes: int = DATA_BYTES_MAX) -> list[Part]:
+        """Bytes [start, end) of a source, cut into what one frame of at most ``frame_bytes`` carries."""
+        return cut(start, end, frame_bytes)
+
     def send_data(self, request: int, source: Source, start: int, end: int) -> None:
         """Bytes [start, end) of a source as one data frame."""
         self._sock.sendall(pack_header(Kind.DATA, request, 0, end - start), self._more)
@@ -131,6 +137,14 @@ class Channel:
         """Fill ``target`` with payload. Raises CapacityError if the system has no memory for it."""
         prefault(target)
         self._fill(target)
+
+    def receive_pieces(self, target: memoryview, start: int, end: int, on_piece: OnPiece) -> None:
+        """Fill ``target`` from ``start`` to ``end`` with payload, and tell of every piece that is there: in order, on
+        this thread. Raises CapacityError, and what ``on_piece`` raises.
+        """
+        for first, last in cut(start, end, PIECE_BYTES):
+            self.receive_piece(target[first:last])
+            on_piece(first, last)
 
     def _fill(self, target: memoryview) -> None:
         at, length, receive, flags = 0, len(target), self._sock.recv_into, self._wait_all
@@ -180,11 +194,6 @@ def _is_loopback(sock: socket.socket) -> bool:
         return True
 
 
-def data_frames(start: int, end: int) -> list[tuple[int, int]]:
-    """[start, end) cut into what one data frame may carry."""
-    return [(at, min(at + DATA_BYTES_MAX, end)) for at in range(start, end, DATA_BYTES_MAX)]
-
-
-def pieces_of(start: int, end: int) -> list[tuple[int, int]]:
-    """[start, end) cut into pieces that are told one by one."""
-    return [(at, min(at + PIECE_BYTES, end)) for at in range(start, end, PIECE_BYTES)]
+def cut(start: int, end: int, length: int) -> list[Part]:
+    """[start, end) in parts of at most ``length``."""
+    return [(at, min(at + length, end)) for at in range(start, end, length)]

@@ -227,7 +227,7 @@ class PeerLink:
     # Records
 
     async def fetch(self, record: RemoteRecord, target: Bytes, on_piece: OnPiece, start: int = 0) -> None:
-        """See Place. Pieces come in order."""
+        """See Place. Pieces come in order; those that are read in shared memory on two threads, about in order."""
         name, started_s = record.name, self._clock()
         call = FetchCall(record, target.data, on_piece, start, self._identities.find(name.namespace))
         try:

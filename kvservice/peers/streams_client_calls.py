@@ -22,7 +22,7 @@ from kvservice.peers.call import Call, ClientSession, StoppedError
 from kvservice.peers.frames import FrameError, Header, Kind
 from kvservice.peers.host import Answer, FoundHead, Query
 from kvservice.peers.member import Facts
-from kvservice.peers.streams_channel import Channel, Source, pieces_of
+from kvservice.peers.streams_channel import Channel, Source
 from kvservice.peers.streams_messages import decode_answer, decode_facts, encode_key
 from kvservice.storage.buffer import Bytes
 from kvservice.storage.record_reader import RecordHead, read_head
@@ -185,18 +185,22 @@ class FetchCall(Call):
         end = self.at + header.payload_bytes
         if end > self._end:
             raise FrameError(f"bytes up to {end} of a record of {self._end}")
-        for first, last in pieces_of(self.at, end):
-            try:
-                channel.receive_piece(self._target[first:last])
-            except CapacityError as error:  # this node's own want of memory
-                raise StoppedError(error) from error
+
+        def note(first: int, last: int) -> None:
             moved()
             self.first_s = self.first_s or time.monotonic()
-            self.at = last
+            if first == self.at:  # in order wherever a connection may break in the middle of a frame
+                self.at = last
             try:
                 self._on_piece(first, last)
             except BaseException as error:
                 raise StoppedError(error) from error
+
+        try:
+            channel.receive_pieces(self._target, self.at, end, note)
+        except CapacityError as error:  # this node's own want of memory
+            raise StoppedError(error) from error
+        self.at = end
 
 
 class StoreCall(Call):
@@ -243,8 +247,8 @@ class StoreCall(Call):
             return None
         of_kind(header, Kind.GO)
         total = self._request.record_bytes
-        for first in range(0, total, STORE_FRAME_BYTES):
-            channel.send_data(header.request, self._source, first, min(first + STORE_FRAME_BYTES, total))
+        for first, last in channel.frames_of(self._source, 0, total, STORE_FRAME_BYTES):
+            channel.send_data(header.request, self._source, first, last)
             moved()
         channel.send(Kind.COMMIT, header.request, wire.PeerCommit(header_checksum=self._header_checksum))
         header = channel.receive_header()

@@ -9,7 +9,7 @@ from kvservice.peers.ahead_buffers import AheadBuffers
 from kvservice.peers.call import Call, ClientSession
 from kvservice.peers.frames import FrameError, Header, Kind
 from kvservice.peers.host import Query
-from kvservice.peers.streams_channel import Channel, pieces_of
+from kvservice.peers.streams_channel import Channel
 from kvservice.peers.streams_client_calls import (
     Identities,
     PeerFinding,
@@ -129,7 +129,5 @@ def _receive_all(channel: Channel, request: int, target: memoryview, moved: Call
         end = at + header.payload_bytes
         if header.request != request or end > len(target):
             raise FrameError(f"data of request {header.request} up to byte {end}, of {len(target)} of {request}")
-        for first, last in pieces_of(at, end):
-            channel.receive_piece(target[first:last])
-            moved()
+        channel.receive_pieces(target, at, end, lambda *_: moved())
         at = end

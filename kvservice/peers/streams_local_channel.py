@@ -13,10 +13,12 @@ import numpy as np
 
 from kvservice.model.errors import InvalidInputError
 from kvservice.peers.frames import DATA_BYTES_MAX, HEADER, FrameError, Header, Kind, pack_header, parse_header
-from kvservice.peers.streams_channel import Channel, ClosedError, Source
+from kvservice.peers.streams_channel import PIECE_BYTES, Channel, ClosedError, Part, Source, cut
+from kvservice.peers.two_threads import do_each
 from kvservice.storage.arena import Arena, AttachedArenas
 from kvservice.storage.buffer import Bytes
 from kvservice.storage.mapping import prefault
+from kvservice.storage.remote.contract import OnPiece
 from kvservice.wire.v1 import peer_pb2 as wire
 
 SEND_BUFFER_BYTES = 8 << 10
@@ -31,6 +33,8 @@ LOCAL_IDLE_S = 2.5
 more than between two pings."""
 DESCRIPTORS_MAX = 8
 """In one frame; the kernel drops more, and all but one are closed again."""
+LENT_BYTES_MAX = 8 << 20
+"""In one frame: no byte of it is on the way, and whoever reads it does so on two threads, which meet at its end."""
 _NOWHERE = -1
 _DESCRIPTOR = struct.Struct("i")
 _NOTHING: Bytes = np.empty(0, np.uint8)
@@ -100,6 +104,10 @@ class LocalChannel(Channel):
 
     # Frames
 
+    def frames_of(self, source: Source, start: int, end: int, frame_bytes: int = DATA_BYTES_MAX) -> list[Part]:
+        """See Channel. What is lent is cut into larger parts."""
+        return cut(start, end, LENT_BYTES_MAX if source.descriptor == self._own else frame_bytes)
+
     def send_data(self, request: int, source: Source, start: int, end: int) -> None:
         """See Channel. What lies in the arena is lent; other bytes are sent."""
         if source.descriptor != self._own:
@@ -114,9 +122,9 @@ class LocalChannel(Channel):
         if header.kind is not Kind.LENT:
             return header
         lent = self.receive_message(header, wire.PeerLent())
-        if not 1 <= lent.bytes <= DATA_BYTES_MAX or lent.offset + lent.bytes > len(self._peer):
+        if not 1 <= lent.bytes <= LENT_BYTES_MAX or lent.offset + lent.bytes > len(self._peer):
             where = f"{lent.bytes} bytes at {lent.offset} of an arena of {len(self._peer)}"
-            raise FrameError(f"{where} are lent; a frame lends 1 to {DATA_BYTES_MAX}, all of them inside")
+            raise FrameError(f"{where} are lent; a frame lends 1 to {LENT_BYTES_MAX}, all of them inside")
         self._at = lent.offset
         return Header(Kind.DATA, header.request, 0, lent.bytes)
 
@@ -124,13 +132,29 @@ class LocalChannel(Channel):
         """See Channel."""
         if self._at == _NOWHERE:
             super().receive_piece(target)
+        else:
+            _copy(self._take_lent(len(target)), target)
+
+    def receive_pieces(self, target: memoryview, start: int, end: int, on_piece: OnPiece) -> None:
+        """See Channel. What is lent is read on two threads: pieces are told by both, and not in order."""
+        if self._at == _NOWHERE:
+            super().receive_pieces(target, start, end, on_piece)
             return
-        start, self._at = self._at, self._at + len(target)
+        lent = self._take_lent(end - start)
+
+        def read(first: int, last: int) -> None:
+            _copy(lent[first - start : last - start], target[first:last])
+            on_piece(first, last)
+
+        do_each(cut(start, end, PIECE_BYTES), read)
+
+    def _take_lent(self, count: int) -> Bytes:
+        """The next bytes of what is lent."""
+        start, self._at = self._at, self._at + count
         lent = self._peer[start : self._at]
-        if len(lent) != len(target):
+        if len(lent) != count:
             raise ClosedError("the connection was closed")
-        prefault(target)
-        np.copyto(np.frombuffer(target, np.uint8), lent)  # lets go of the GIL
+        return lent
 
     # The end
 
@@ -138,3 +162,8 @@ class LocalChannel(Channel):
         """See Channel."""
         super().close(at_once=at_once)
         self._peer = _NOTHING
+
+
+def _copy(lent: Bytes, target: memoryview) -> None:
+    prefault(target)
+    np.copyto(np.frombuffer(target, np.uint8), lent)  # lets go of the GIL

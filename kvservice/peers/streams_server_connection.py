@@ -16,7 +16,7 @@ from kvservice.model.identity import Namespace
 from kvservice.peers.frames import MESSAGE_BYTES_MAX, FrameError, Header, Kind
 from kvservice.peers.host import Authorize, Held, Host, HostSession, IsCurrent, Room
 from kvservice.peers.member import Facts
-from kvservice.peers.streams_channel import Channel, ClosedError, data_frames, pieces_of
+from kvservice.peers.streams_channel import Channel, ClosedError
 from kvservice.peers.streams_limits import ServerLimits
 from kvservice.peers.streams_messages import (
     decode_facts,
@@ -294,7 +294,7 @@ class PeerConnection:
         self.counters.sent += 1
 
     def _send_bytes(self, request: int, held: Held, start: int, end: int) -> None:
-        for first, last in data_frames(start, end):
+        for first, last in self._channel.frames_of(held.source, start, end):
             self._allow(self._limits.slow_s, "a slow reader")
             self._channel.send_data(request, held.source, first, last)
             self.counters.sent_bytes += last - first
@@ -339,9 +339,7 @@ class PeerConnection:
                 raise FrameError(
                     f"a {header.kind.name} frame to byte {end} where data of a record of {total} should be"
                 )
-            for first, last in pieces_of(at, end):
-                channel.receive_piece(room.view[first:last])
-                room.arrived(last)
+            channel.receive_pieces(room.view, at, end, room.arrived)
             at = end
         self._allow(self._limits.slow_s, "a commit")
         header = channel.receive_header()

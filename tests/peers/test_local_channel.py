@@ -20,9 +20,14 @@ from kvservice.peers.frames import DATA_BYTES_MAX, HEADER, FrameError, Kind, pac
 from kvservice.peers.host import Authorize
 from kvservice.peers.locality import boot_id, local_address, peer_uid, require_same_user
 from kvservice.peers.member import Address, LocalAddress
-from kvservice.peers.streams_channel import ClosedError, Source, data_frames, pieces_of
+from kvservice.peers.streams_channel import ClosedError, Source
 from kvservice.peers.streams_limits import LinkLimits
-from kvservice.peers.streams_local_channel import ASK_BUFFER_BYTES, SEND_BUFFER_BYTES, LocalChannel
+from kvservice.peers.streams_local_channel import (
+    ASK_BUFFER_BYTES,
+    LENT_BYTES_MAX,
+    SEND_BUFFER_BYTES,
+    LocalChannel,
+)
 from kvservice.peers.streams_messages import decode_facts, encode_facts, encode_key
 from kvservice.storage import mapping
 from kvservice.storage.arena import Arena, AttachedArenas
@@ -137,11 +142,11 @@ def test_what_does_not_lie_in_the_arena_is_refused(own: Arena, offset: int, coun
             channel.receive_header()
 
 
-def test_no_frame_lends_more_than_one_of_data_carries(own: Arena) -> None:
+def test_no_frame_lends_more_than_one_may(own: Arena) -> None:
     with ends(own) as (channel, other):
-        hand_over(other, 2 * DATA_BYTES_MAX, [memory(2 * DATA_BYTES_MAX)])
+        hand_over(other, 2 * LENT_BYTES_MAX, [memory(2 * LENT_BYTES_MAX)])
         channel.receive_arena()
-        other.sendall(lent(0, DATA_BYTES_MAX + 1))
+        other.sendall(lent(0, LENT_BYTES_MAX + 1))
         with pytest.raises(FrameError, match="are lent"):
             channel.receive_header()
 
@@ -457,7 +462,7 @@ def test_what_comes_is_written_to_pages_that_were_made_ready(monkeypatch: pytest
 
 
 def send_all(owner: LocalChannel, source: Source, count: int) -> None:
-    for first, last in data_frames(0, count):
+    for first, last in owner.frames_of(source, 0, count):
         owner.send_data(3, source, first, last)
 
 
@@ -465,6 +470,5 @@ def receive_all(channel: LocalChannel, own: Arena) -> None:
     at = 0
     while at < own.bytes:
         end = at + channel.receive_header().payload_bytes
-        for first, last in pieces_of(at, end):
-            channel.receive_piece(own.view[first:last].data)
+        channel.receive_pieces(own.view.data, at, end, lambda *_: None)
         at = end

@@ -26,7 +26,7 @@ from kvservice.peers.frames import (
     parse_header,
 )
 from kvservice.peers.member import Address
-from kvservice.peers.streams_channel import data_frames, pieces_of
+from kvservice.peers.streams_channel import cut
 from kvservice.peers.streams_messages import encode_facts
 from kvservice.wire.v1 import peer_pb2 as wire
 from tests.peers.stream_world import (
@@ -87,13 +87,12 @@ def test_any_opening_but_ours_is_refused(data: bytes) -> None:
     assert data[:10] == pack_opening()[:10]
 
 
-@given(st.integers(0, 10_000_000), st.integers(0, 10_000_000))
-def test_cuts_cover_everything_once(start: int, length: int) -> None:
-    for cut in (data_frames, pieces_of):
-        parts = cut(start, start + length)
-        assert sum(end - first for first, end in parts) == length
-        assert all(first < end <= start + length for first, end in parts)
-        assert [first for first, _ in parts] == sorted({start, *(end for _, end in parts)})[: len(parts)]
+@given(st.integers(0, 10_000_000), st.integers(0, 10_000_000), st.integers(100_000, 8 << 20))
+def test_parts_cover_everything_once(start: int, length: int, part: int) -> None:
+    parts = cut(start, start + length, part)
+    assert sum(end - first for first, end in parts) == length
+    assert all(first < end <= min(first + part, start + length) for first, end in parts)
+    assert [first for first, _ in parts] == sorted({start, *(end for _, end in parts)})[: len(parts)]
 
 
 # A node that is sent anything

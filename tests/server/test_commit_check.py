@@ -47,7 +47,7 @@ async def outcome_of(spoil: Spoil, piece: int | None, *, said: int = 0, meta: An
         for start in range(0, len(view), piece):
             end = min(start + piece, len(view))
             view[start:end] = whole[start:end]
-            check.arrived(end)
+            check.arrived(start, end)
     outcome = await client.commit(id_, checksum ^ said)
     assert bool(world.node.tier.used_bytes) is not bool(outcome.error.code)
     world.check()
@@ -104,7 +104,7 @@ async def test_layers_are_checked_when_their_last_byte_is_there() -> None:
     last = reader.layout.section_offsets[-1]
     broken = np.copy(view)
     view[last:] ^= 1
-    check.arrived(last)
-    check.arrived(len(view) - 1)
+    check.arrived(0, last)
+    check.arrived(last, len(view) - 1)
     view[:] = broken
     assert check.finish(checksum).meta == META

@@ -1,0 +1,98 @@
+"""Parts that two threads do."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from kvservice.peers import two_threads
+from kvservice.peers.streams_channel import cut
+from kvservice.peers.two_threads import PARTS_MIN, do_each
+
+PARTS = cut(0, 1000, 10)
+WAIT_S = 20
+
+
+@pytest.fixture(autouse=True)
+def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+
+
+def test_each_part_is_done_once_and_begun_in_order() -> None:
+    begun = list[int]()
+    do_each(PARTS, lambda first, _: begun.append(first))
+    assert begun == [first for first, _ in PARTS]
+
+
+def test_another_thread_helps() -> None:
+    both = threading.Barrier(2, timeout=WAIT_S)
+    threads = set[int]()
+
+    def do(first: int, _: int) -> None:
+        if first < 2 * 10:
+            both.wait()
+        threads.add(threading.get_ident())
+
+    do_each(PARTS, do)
+    assert len(threads) == 2
+    assert threading.get_ident() in threads
+
+
+@pytest.mark.parametrize("count", [0, 1, PARTS_MIN - 1])
+def test_a_few_parts_are_done_by_who_asks(count: int) -> None:
+    threads = list[int]()
+    do_each(PARTS[:count], lambda *_: threads.append(threading.get_ident()))
+    assert threads == [threading.get_ident()] * count
+
+
+def test_one_core_gets_no_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    threads = set[int]()
+    do_each(PARTS, lambda *_: threads.add(threading.get_ident()))
+    assert threads == {threading.get_ident()}
+
+
+def test_nobody_waits_for_help_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All helpers are at other records, or the program is ending."""
+    free, done = threading.Event(), list[int]()
+    with ThreadPoolExecutor(1) as pool:
+        monkeypatch.setattr(two_threads, "_pool", pool)
+        kept = pool.submit(free.wait, WAIT_S)
+        do_each(PARTS, lambda first, _: done.append(first))
+        free.set()
+        assert kept.result()
+    do_each(PARTS, lambda first, _: done.append(first))  # that pool is shut
+    assert done == [first for first, _ in PARTS] * 2
+
+
+@pytest.mark.parametrize("is_helper", [False, True])
+def test_an_error_of_either_is_raised_and_ends_the_work_of_both(is_helper: bool) -> None:
+    me, both, begun = threading.get_ident(), threading.Barrier(2, timeout=WAIT_S), list[int]()
+
+    def do(first: int, _: int) -> None:
+        begun.append(first)
+        if first < 2 * 10:
+            both.wait()
+        if (threading.get_ident() != me) is is_helper:
+            raise KeyError(first)
+        threading.Event().wait(0.01)
+
+    with pytest.raises(KeyError):
+        do_each(PARTS, do)
+    assert len(begun) < len(PARTS) // 2
+
+
+def test_nothing_runs_any_more_when_it_ends() -> None:
+    """Also after an error of its own thread: the other one still writes to the same memory."""
+    me, both, written = threading.get_ident(), threading.Barrier(2, timeout=WAIT_S), list[int]()
+
+    def do(first: int, _: int) -> None:
+        both.wait()
+        if threading.get_ident() == me:
+            raise KeyError(first)
+        threading.Event().wait(0.05)
+        written.append(first)
+
+    with pytest.raises(KeyError):
+        do_each(PARTS, do)
+    assert len(written) == 1
