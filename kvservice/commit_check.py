@@ -4,6 +4,7 @@ All at once at the commit; or layer by layer as the bytes come, where they come 
 any more: each layer is then still in the core's cache, and the commit has nothing left to read.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from kvservice.model.errors import (
     TokenCountError,
 )
 from kvservice.model.segment import SEGMENT_TOKENS_MAX
-from kvservice.storage.arrival import InOrder, is_head_here
+from kvservice.storage.arrival import Sections
 from kvservice.storage.buffer import BITS_OF_ELEMENT, Bytes, StorageBits
 from kvservice.storage.record import RecordReader
 
@@ -40,30 +41,27 @@ class CommitCheck:
     def __init__(self, reservation: "Reservation", view: Bytes) -> None:
         self._reservation = reservation
         self._view = view
+        self._sections = Sections(view, self._open_head)
         self._reader: RecordReader | None = None
         self._is_meta_right = False
-        self._layers = 0
+        self._right = bytearray()
         self._fault: KVServiceError | None = None
-        self._pieces = InOrder(self._look)
 
     @property
     def is_over(self) -> bool:
         """Is every byte looked at, or a fault found? Then ``finish`` takes some microseconds."""
-        reader = self._reader
-        return self._fault is not None or (reader is not None and self._layers == len(reader.section_checksums))
+        return self._fault is not None or (self._is_meta_right and all(self._right))
 
     def arrived(self, start: int, end: int) -> None:
         """Bytes [start, end) are there and stay as they are: check what is whole. What is wrong is said at the end.
 
-        Pieces may arrive in any order, from any thread.
+        Pieces may arrive in any order, from any thread, each byte once.
         """
-        self._pieces.arrived(start, end)
-
-    def _look(self, end: int) -> None:
-        if self._fault is not None or (self._reader is None and not is_head_here(self._view, end)):
+        if self._fault is not None:
             return
         try:
-            self._check(end)
+            for layer in self._sections.arrived(start, end):
+                self._check_layer(self._open(), layer)
         except KVServiceError as error:
             self._fault = error
 
@@ -76,33 +74,34 @@ class CommitCheck:
             )
         if self._fault is not None:
             raise self._fault
-        self._check(len(self._view))
+        self._open_head()
+        for layer, is_right in enumerate(self._right):
+            if not is_right:
+                self._check_layer(reader, layer)
         return VerifiedRecord(reader.meta, self._reservation.extent, reader.generation, self._reservation.prefill_s)
 
     def _open(self) -> RecordReader:
         if self._reader is None:
             self._reader = RecordReader(self._view)
+            self._right = bytearray(len(self._reader.section_checksums))
         return self._reader
 
-    def _check(self, end: int) -> None:
+    def _open_head(self) -> Sequence[int]:
         reader = self._open()
         if not self._is_meta_right:
             _check_meta(self._reservation, reader.meta, reader.layout.record_bytes)
             self._is_meta_right = True
-        ends = [*reader.layout.section_offsets[1:], reader.layout.record_bytes]
-        while self._layers < len(ends) and ends[self._layers] <= end:
-            self._check_layer(reader, self._layers)
-            self._layers += 1
+        return (*reader.layout.section_offsets, reader.layout.record_bytes)
 
     def _check_layer(self, reader: RecordReader, layer: int) -> None:
         reader.verify_layer(layer)
-        if reader.meta.geometry.is_opaque:
-            return  # bytes, no numbers
-        if not all(_is_finite(rows, reader.meta.geometry.dtype) for rows in _rows(reader, layer)):
+        is_opaque = reader.meta.geometry.is_opaque  # bytes, no numbers
+        if not is_opaque and not all(_is_finite(rows, reader.meta.geometry.dtype) for rows in _rows(reader, layer)):
             raise NonFiniteError(
                 f"cache {self._reservation.key}: layer {layer} holds a NaN or an infinity; do not store it, "
                 "recompute it"
             )
+        self._right[layer] = 1
 
 
 def _rows(reader: RecordReader, layer: int) -> list[StorageBits]:

@@ -1,7 +1,9 @@
 """Verifies a record while its pieces arrive, so that its first layers are read while the last ones are on their way."""
 
 import threading
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 from kvservice.model.cache import MasterReference
 from kvservice.model.errors import CorruptError, RecordFormatError
@@ -23,43 +25,54 @@ def is_head_here(target: Bytes, end: int) -> bool:
     return end >= min(len(target), PREFIX_BYTES + header_bytes + SECTION_ALIGNMENT)
 
 
-class InOrder:
-    """Has bytes that come in pieces, in any order and from any thread, looked at in order and by one thread at a time.
+class Sections:
+    """Which layers' sections are whole, while a record's pieces arrive: in any order, from any thread, each byte once.
 
-    ``look(end)``: all before ``end`` is there. Who brings a piece while another thread looks leaves it to that one and
-    goes on: where two threads bring pieces, one looks while the other brings.
+    ``open_head`` is called once the head is there: where each section begins, and the record's end.
     """
 
-    def __init__(self, look: Callable[[int], None]) -> None:
-        self._look = look
+    def __init__(self, target: Bytes, open_head: Callable[[], Sequence[int]]) -> None:
+        self._target = target
+        self._open_head = open_head
         self._lock = threading.Lock()
-        self._waiting: dict[int, int] = {}
-        self._end = 0
-        self._is_looking = False
+        self._before: list[tuple[int, int]] = []
+        self._bounds: Sequence[int] = ()
+        self._missing: list[int] = []
 
-    def arrived(self, start: int, end: int) -> None:
-        """Bytes [start, end) are there and stay as they are. Raises what ``look`` does; the next one looks again."""
-        with self._lock:
-            self._waiting[start] = end
-            while self._end in self._waiting:
-                self._end = self._waiting.pop(self._end)
-            if self._is_looking:
-                return
-            self._is_looking = True
-        seen = -1
-        try:
-            while (end := self._end_beyond(seen)) > seen:
-                self._look(end)
-                seen = end
-        except BaseException:
-            self._is_looking = False
-            raise
+    def arrived(self, start: int, end: int) -> list[int]:
+        """Bytes [start, end) are there and stay as they are: the layers that are whole with them, each told once.
 
-    def _end_beyond(self, seen: int) -> int:
-        """Up to where all is there; if that is no news, nobody looks from now on."""
+        Raises what ``open_head`` does; the next piece then tries again.
+        """
         with self._lock:
-            self._is_looking = self._end > seen
-            return self._end
+            if self._bounds:
+                return self._count(start, end)
+            self._before.append((start, end))
+            if not is_head_here(self._target, _end_without_gap(self._before)):
+                return []
+            bounds = self._open_head()
+            self._missing = [end - start for start, end in pairwise(bounds)]
+            self._bounds = bounds
+            empty = [layer for layer, count in enumerate(self._missing) if not count]  # a mirror without a diff there
+            return sorted([*empty, *(layer for piece in self._before for layer in self._count(*piece))])
+
+    def _count(self, start: int, end: int) -> list[int]:
+        whole, bounds = [], self._bounds
+        for layer in range(max(0, bisect_right(bounds, start) - 1), len(self._missing)):
+            if bounds[layer] >= end:
+                break
+            count = min(end, bounds[layer + 1]) - max(start, bounds[layer])
+            self._missing[layer] -= count
+            if count and not self._missing[layer]:
+                whole.append(layer)
+        return whole
+
+
+def _end_without_gap(pieces: list[tuple[int, int]]) -> int:
+    at = 0
+    for start, end in sorted(pieces):
+        at = end if start == at else at
+    return at
 
 
 class RecordArrival:
@@ -73,34 +86,33 @@ class RecordArrival:
     ) -> None:
         self._target = target
         self._said = (namespace, key, generation, master)
-        self._pieces = InOrder(self._verify)
+        self._sections = Sections(target, self._open_head)
         self._reader: RecordReader | None = None
-        self._layers = 0
+        self._right = bytearray()
 
     @property
     def layers(self) -> int:
         """How many layers, from the first on, are known to be right."""
-        return self._layers
+        known = self._right.find(0)
+        return len(self._right) if known < 0 else known
 
     def arrived(self, start: int, end: int) -> int:
         """Bytes [start, end) are there: how many layers, from the first on, are now known to be right.
 
-        Raises CorruptError once something is not what was stored; nothing behind it is ever counted. A piece that
-        closes a gap verifies all that waited for it, in the calling thread; or in the one that verifies just then,
-        which is then told of those layers, too.
+        The layers that are whole with them are verified in the calling thread, others' at the same time in theirs.
+        Raises CorruptError if one is not what was stored; nothing behind it is ever counted.
         """
-        self._pieces.arrived(start, end)
-        return self._layers
+        for layer in self._sections.arrived(start, end):
+            assert self._reader is not None, "it tells where layers are"
+            self._reader.verify_layer(layer)
+            self._right[layer] = 1
+        return self.layers
 
-    def _verify(self, end: int) -> None:
-        if self._reader is None:
-            if not is_head_here(self._target, end):
-                return
-            self._reader = self._open()
-        ends = [*self._reader.layout.section_offsets[1:], self._reader.layout.record_bytes]
-        while self._layers < len(ends) and ends[self._layers] <= end:
-            self._reader.verify_layer(self._layers)
-            self._layers += 1
+    def _open_head(self) -> Sequence[int]:
+        self._reader = self._open()
+        layout = self._reader.layout
+        self._right = bytearray(len(layout.section_offsets))
+        return (*layout.section_offsets, layout.record_bytes)
 
     def _open(self) -> RecordReader:
         try:

@@ -1,7 +1,8 @@
 """Work on the parts of a record on two threads, where each part is a copy or a checksum and lets go of the GIL.
 
-A core copies 16 MiB in 2.9 ms and then needs 1.1 ms for their checksums, 0.9 more to look for values that are not
-finite. Of two threads one checks what is there while the other copies (see InOrder); a third would have nothing to do.
+A core brings 16 MiB from another process's memory in 2.9 ms, and 2.0 more go into checksums and a look for values that
+are not finite. Two threads take a half each, and each checks what it copied itself: it would read from the other core's
+cache at half the speed.
 """
 
 import os
@@ -16,32 +17,40 @@ _pool = ThreadPoolExecutor(_HELPERS, "kvservice-peer-helper")
 
 
 def do_each(parts: Sequence[tuple[int, int]], do: Callable[[int, int], None]) -> None:
-    """``do(*part)`` for all parts; begun in their order, by this thread and one that helps if it is free.
+    """``do(*part)`` for all parts, by this thread from the first one on, and from the middle on by one that helps if it
+    is free. Whoever is through takes what the other one has left, from its end.
 
     When this ends nothing runs any more. After an error nothing new is begun; this thread's own is raised first.
     """
-    waiting = deque(parts)
+    middle = len(parts) // 2 if len(parts) >= PARTS_MIN else len(parts)
+    front, back = deque(parts[:middle]), deque(parts[middle:])
 
-    def work() -> None:
-        while True:
-            try:
-                part = waiting.popleft()
-            except IndexError:
-                return
+    def work(own: deque[tuple[int, int]], others: deque[tuple[int, int]]) -> None:
+        while (part := _next(own, others)) is not None:
             try:
                 do(*part)
             except BaseException:
-                waiting.clear()
+                front.clear()
+                back.clear()
                 raise
 
-    helping, error = _help(work) if len(waiting) >= PARTS_MIN else None, None
+    helping, error = _help(lambda: work(back, front)) if back else None, None
     try:
-        work()
+        work(front, back)
     finally:
         if helping is not None and not helping.cancel():
             error = helping.exception()
     if error is not None:
         raise error
+
+
+def _next(own: deque[tuple[int, int]], others: deque[tuple[int, int]]) -> tuple[int, int] | None:
+    for take in (own.popleft, others.pop):
+        try:
+            return take()
+        except IndexError:
+            continue
+    return None
 
 
 def _help(work: Callable[[], None]) -> "Future[None] | None":

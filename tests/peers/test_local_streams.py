@@ -218,8 +218,9 @@ async def test_a_lease_that_ends_in_the_middle_lets_nothing_go_that_is_read(tmp_
         await settled(lambda: not met.owner.world.node.catalog.held)
 
 
-async def test_what_is_overwritten_while_it_is_read_is_corrupt(tmp_path: Path) -> None:
+async def test_what_is_overwritten_while_it_is_read_is_corrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As after the node cut off a slow reader: what it read may have gone to others."""
+    monkeypatch.setattr("kvservice.peers.streams_local_channel.LENT_BYTES_MAX", MIB)  # read in order
     async with met_node(tmp_path) as met, local_link(met) as link:
         meta = await met.owner.store("one")
         record = await find_record(link, met.owner, meta)
