@@ -9,7 +9,7 @@ MIB = 1 << 20
 class ServerLimits:
     """``handshake_s``: from the first byte to the welcome, TLS included. ``idle_s``: without a request.
 
-    ``slow_s``: for one frame of at most 2 MiB to be taken or brought by the other side: slower ones are cut off.
+    ``slow_s``: for one frame of at most 4 MiB to be taken or brought by the other side: slower ones are cut off.
     ``host_s``: for the node behind. ``proof_s``: how often it is looked at whether what proved a caller still does.
     ``fetches_max``: records of one connection that were sent and not confirmed. ``sends_files``: see Channel.
     ``ahead_bytes_max``: of first layers that go with one answer.

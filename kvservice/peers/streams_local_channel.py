@@ -33,7 +33,7 @@ LOCAL_IDLE_S = 2.5
 more than between two pings."""
 DESCRIPTORS_MAX = 8
 """In one frame; the kernel drops more, and all but one are closed again."""
-LENT_BYTES_MAX = 8 << 20
+LENT_BYTES_MAX = 4 << 20
 """In one frame: no byte of it is on the way, and whoever reads it does so on two threads, which meet at its end."""
 LENT_PIECE_BYTES = 512 << 10
 """Read in one go: half as many turns for the GIL, of which a thread that waits loses some, as with PIECE_BYTES."""

@@ -12,7 +12,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 PARTS_MIN = 4
 """Fewer are done before another thread is awake."""
-_HELPERS = max(1, (os.cpu_count() or 1) // 2)
+_CORES = len(os.sched_getaffinity(0))
+_HELPERS = max(1, _CORES // 2)
 _pool = ThreadPoolExecutor(_HELPERS, "kvservice-peer-helper")
 
 
@@ -55,7 +56,7 @@ def _next(own: deque[tuple[int, int]], others: deque[tuple[int, int]]) -> tuple[
 
 def _help(work: Callable[[], None]) -> "Future[None] | None":
     """None where there is one core, and once the program is ending."""
-    if (os.cpu_count() or 1) < 2:
+    if _CORES < 2:
         return None
     try:
         return _pool.submit(work)

@@ -16,7 +16,7 @@ WAIT_S = 20
 
 @pytest.fixture(autouse=True)
 def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr(two_threads, "_CORES", 2)
 
 
 def test_each_part_is_done_once() -> None:
@@ -46,7 +46,7 @@ def test_a_few_parts_are_done_by_who_asks(count: int) -> None:
 
 
 def test_one_core_gets_no_help(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    monkeypatch.setattr(two_threads, "_CORES", 1)
     threads = set[int]()
     do_each(PARTS, lambda *_: threads.add(threading.get_ident()))
     assert threads == {threading.get_ident()}
