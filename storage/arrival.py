@@ -25,6 +25,20 @@ def is_head_here(target: Bytes, end: int) -> bool:
     return end >= min(len(target), PREFIX_BYTES + header_bytes + SECTION_ALIGNMENT)
 
 
+class Contiguous:
+    """Up to where pieces that come in any order are there without a gap. One thread at a time."""
+
+    def __init__(self, end: int = 0) -> None:
+        self.end = end
+        self._waiting: dict[int, int] = {}
+
+    def add(self, start: int, end: int) -> None:
+        """One more, that overlaps none."""
+        self._waiting[start] = end
+        while self.end in self._waiting:
+            self.end = self._waiting.pop(self.end)
+
+
 class Sections:
     """Which layers' sections are whole, while a record's pieces arrive: in any order, from any thread, each byte once.
 
@@ -36,25 +50,27 @@ class Sections:
         self._open_head = open_head
         self._lock = threading.Lock()
         self._before: list[tuple[int, int]] = []
+        self._head = Contiguous()
         self._bounds: Sequence[int] = ()
         self._missing: list[int] = []
 
     def arrived(self, start: int, end: int) -> list[int]:
         """Bytes [start, end) are there and stay as they are: the layers that are whole with them, each told once.
 
-        Raises what ``open_head`` does; the next piece then tries again.
+        Raises what ``open_head`` does, the next piece then tries again; CorruptError for bytes that come twice.
         """
         with self._lock:
             if self._bounds:
                 return self._count(start, end)
             self._before.append((start, end))
-            if not is_head_here(self._target, _end_without_gap(self._before)):
+            self._head.add(start, end)
+            if not is_head_here(self._target, self._head.end):
                 return []
             bounds = self._open_head()
-            self._missing = [end - start for start, end in pairwise(bounds)]
-            self._bounds = bounds
+            self._missing = [behind - first for first, behind in pairwise(bounds)]
+            self._bounds, before, self._before = bounds, self._before, []
             empty = [layer for layer, count in enumerate(self._missing) if not count]  # a mirror without a diff there
-            return sorted([*empty, *(layer for piece in self._before for layer in self._count(*piece))])
+            return sorted([*empty, *(layer for piece in before for layer in self._count(*piece))])
 
     def _count(self, start: int, end: int) -> list[int]:
         whole, bounds = [], self._bounds
@@ -63,16 +79,11 @@ class Sections:
                 break
             count = min(end, bounds[layer + 1]) - max(start, bounds[layer])
             self._missing[layer] -= count
+            if self._missing[layer] < 0:
+                raise CorruptError(f"bytes {start} to {end} of a record came twice")
             if count and not self._missing[layer]:
                 whole.append(layer)
         return whole
-
-
-def _end_without_gap(pieces: list[tuple[int, int]]) -> int:
-    at = 0
-    for start, end in sorted(pieces):
-        at = end if start == at else at
-    return at
 
 
 class RecordArrival:
@@ -93,8 +104,9 @@ class RecordArrival:
     @property
     def layers(self) -> int:
         """How many layers, from the first on, are known to be right."""
-        known = self._right.find(0)
-        return len(self._right) if known < 0 else known
+        right = self._right  # another thread may open the head just now
+        known = right.find(0)
+        return len(right) if known < 0 else known
 
     def arrived(self, start: int, end: int) -> int:
         """Bytes [start, end) are there: how many layers, from the first on, are now known to be right.

@@ -42,12 +42,13 @@ class Call:
     """One request. ``on_done`` is called once, from any thread. ``expected_bytes``: of its answer, or of its record.
 
     ``is_record``: it moves a record. ``is_alone``: nothing may be sent behind it before it is done. ``asked_bytes``: of
-    a question, about.
+    a question, about. ``unseen_bytes``: of what was given, which the peer may still read unseen.
     """
 
     is_record = False
     is_alone = False
     asked_bytes = 0
+    unseen_bytes = 0
 
     def __init__(self, expected_bytes: int = 0) -> None:
         self.expected_bytes = expected_bytes

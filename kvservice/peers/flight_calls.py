@@ -135,15 +135,18 @@ class FlightConnection:
     ) -> None:
         """Fill a target. Raises StoppedError with what ``on_piece`` raised, GivenUpError, KVServiceError."""
         name, lease = record.name, record.lease if isinstance(record, PeerRecord) else None
+        moving.at = piece.start
 
         def fetch(session: ClientSession) -> None:
+            if moving.at == record.record_bytes:
+                return
             message = wire.PeerFetch(
                 identities=_new(identities, session),
                 namespace=name.namespace,
                 key=encode_key(CacheKey(name.segment, name.context)),
                 generation=record.head.generation,
                 lease_id=0 if lease is None else lease.id,
-                start=piece.start,
+                start=moving.at,
             )
             other = b"" if lease is None or lease.session is session else lease.session.id
             with self._exchange(Kind.FETCH, message, session, moving, timeout_s, other) as (writer, reader):
@@ -322,7 +325,7 @@ def _ended(writer: Any, reader: Any) -> Iterator[None]:
 
 
 def _receive(reader: Any, total: int, piece: Piece, moving: Moving) -> None:
-    at = piece.start
+    at = moving.at
     while at < total:
         try:
             chunk = reader.read_chunk()

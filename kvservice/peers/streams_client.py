@@ -55,6 +55,8 @@ IDENTITIES_MAX = 256
 PROBE_SHARE = 4
 """A peer that is doubted has this part of a deadline to answer."""
 CLOSE_S = 10.0
+UNSEEN_BYTES_PER_S = 128 << 20
+"""At least so fast does a peer read what was lent to it, which nobody here sees."""
 
 log = logging.getLogger(__name__)
 
@@ -306,7 +308,8 @@ class PeerLink:
                 most_bytes = max(most_bytes, self._pool.outstanding_bytes)
                 limit_s = due_s + most_bytes / self.limits.bytes_per_s_min
                 if lane is not None:
-                    limit_s = min(limit_s, max(lane.moved_s, started_s) + self.limits.deadline_s)
+                    unseen_s = call.unseen_bytes / UNSEEN_BYTES_PER_S
+                    limit_s = min(limit_s, max(lane.moved_s, started_s) + self.limits.deadline_s + unseen_s)
             if now_s >= limit_s:
                 self._expire(call, now_s)
                 await asyncio.wait([done])

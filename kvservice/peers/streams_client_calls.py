@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvservice.model.errors import (
-    CapacityError,
     CorruptError,
     InvalidInputError,
     KVServiceError,
@@ -189,7 +188,7 @@ class FetchCall(Call):
         def note(first: int, last: int) -> None:
             moved()
             self.first_s = self.first_s or time.monotonic()
-            if first == self.at:  # in order wherever a connection may break in the middle of a frame
+            if first == self.at:  # a lent frame is read whole or the call ends; bytes of others come in order
                 self.at = last
             try:
                 self._on_piece(first, last)
@@ -198,7 +197,9 @@ class FetchCall(Call):
 
         try:
             channel.receive_pieces(self._target, self.at, end, note)
-        except CapacityError as error:  # this node's own want of memory
+        except (StoppedError, OSError):
+            raise
+        except BaseException as error:  # this node's own want of memory: no other connection helps
             raise StoppedError(error) from error
         self.at = end
 
@@ -246,7 +247,7 @@ class StoreCall(Call):
         if header.kind is Kind.EXISTS:
             return None
         of_kind(header, Kind.GO)
-        total = self._request.record_bytes
+        self.unseen_bytes = total = self._request.record_bytes
         for first, last in channel.frames_of(self._source, 0, total, STORE_FRAME_BYTES):
             channel.send_data(header.request, self._source, first, last)
             moved()

@@ -18,6 +18,7 @@ from kvservice.peers.routes import Router
 from kvservice.peers.routes_estimate import Speed
 from kvservice.peers.routes_log import Medium
 from kvservice.sharing.place import Carrier, Offer, Parcel, Question
+from kvservice.storage.arrival import Contiguous
 from kvservice.storage.buffer import Bytes
 from kvservice.storage.remote.contract import OnPiece, RemoteRecord
 
@@ -187,16 +188,17 @@ class _Contiguous:
     """Passes pieces on, and knows up to where there is no gap."""
 
     def __init__(self, on_piece: OnPiece, start: int, moved: _Moved) -> None:
-        self.end = start
         self._on_piece = on_piece
         self._moved = moved
-        self._waiting: dict[int, int] = {}
+        self._pieces = Contiguous(start)
         self._lock = threading.Lock()
+
+    @property
+    def end(self) -> int:
+        return self._pieces.end
 
     def note(self, start: int, end: int) -> None:
         self._on_piece(start, end)
         self._moved.add(end - start)
         with self._lock:
-            self._waiting[start] = end
-            while self.end in self._waiting:
-                self.end = self._waiting.pop(self.end)
+            self._pieces.add(start, end)

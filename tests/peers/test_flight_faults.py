@@ -9,14 +9,19 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from kvservice.config import process_environment
 from kvservice.model.cache import CacheMeta
-from kvservice.model.errors import CorruptError, UnavailableError
+from kvservice.model.errors import CorruptError, UnavailableError, UnknownSessionError
+from kvservice.peers import flight_calls
+from kvservice.peers.flight_calls import Piece
 from kvservice.peers.flight_client import FlightLink
+from kvservice.peers.flight_runner import Moving
 from kvservice.peers.flight_sessions import FlightLimits
 from kvservice.peers.flight_words import PREFIX
 from kvservice.peers.frames import Kind
@@ -127,6 +132,31 @@ async def test_a_stream_that_breaks_in_the_middle_goes_on_over_flight() -> None:
                     (Medium.FLIGHT, False),
                     (Medium.STREAM, True),
                 ]
+
+
+async def test_a_session_that_ends_in_the_middle_of_a_record_goes_on_behind_what_came(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    receive, ended = flight_calls._receive, list[int]()
+
+    def end_once(reader: Any, total: int, piece: Piece, moving: Moving) -> None:
+        def read_chunk() -> Any:
+            if moving.at > MIB and not ended:
+                ended.append(moving.at)
+                raise UnknownSessionError("it ran out")
+            return reader.read_chunk()
+
+        receive(SimpleNamespace(read_chunk=read_chunk), total, piece, moving)
+
+    monkeypatch.setattr(flight_calls, "_receive", end_once)
+    async with flight_node() as owner, flight_to(owner.flight_address) as link:
+        meta = await owner.store("one")
+        record = await find_record(link, owner.identity, meta)
+        target, told = np.zeros(record.record_bytes, np.uint8), list[tuple[int, int]]()
+        await link.fetch(record, target, lambda start, end: told.append((start, end)))
+        assert np.array_equal(target, owner.bytes_of(meta))
+        assert ended
+        assert [start for start, _ in told] == [0, *(end for _, end in told[:-1])], "nothing came twice"
 
 
 def question_of(owner: FlightOwner, meta: CacheMeta) -> Question:

@@ -1,9 +1,12 @@
 """A node of this host in a process of its own, which is stopped and killed while its memory is read."""
 
+import gc
 import os
 import signal
 import subprocess
 import sys
+import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,12 +14,26 @@ import numpy as np
 import pytest
 
 from kvservice.config import process_environment
-from kvservice.model.errors import UnavailableError
+from kvservice.model.errors import CorruptError, UnavailableError
 from kvservice.peers.call import SilentError
+from kvservice.peers.host import Room
+from kvservice.peers.host_node import NodeSession
 from kvservice.peers.member import LocalAddress
-from kvservice.storage.arena import Arena
+from kvservice.peers.streams_limits import LinkLimits
+from kvservice.storage.arena import Arena, AttachedArenas
+from kvservice.storage.buffer import Bytes
 from tests.peers import peer_process
-from tests.peers.stream_world import HASTY, PATIENT, fetch_verified, fetched_at_last, link_to
+from tests.peers.local_world import local_link, met_node
+from tests.peers.stream_world import (
+    HASTY,
+    PATIENT,
+    fetch_verified,
+    fetched_at_last,
+    find_record,
+    link_to,
+    settled,
+)
+from tests.peers.test_local_streams import give
 from tests.peers.test_stream_faults import MIB, ROOT, record_there
 
 
@@ -101,3 +118,50 @@ async def test_a_node_that_is_killed_in_the_middle_of_a_record(
             assert np.count_nonzero(target[-MIB:])
         with pytest.raises(UnavailableError):
             await link.ping()
+
+
+@pytest.mark.parametrize("at", [0, MIB, 3 * MIB])
+async def test_an_error_in_the_middle_keeps_nobodys_memory_mapped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    """Not until the collector comes, which may be long: errors stand in cycles with the calls that they ended."""
+    attach, mapped = AttachedArenas.attach, list["weakref.ref[Bytes]"]()
+
+    def note(self: AttachedArenas, descriptor: int, count: int) -> Bytes:
+        view = attach(self, descriptor, count)
+        mapped.append(weakref.ref(view))
+        return view
+
+    monkeypatch.setattr(AttachedArenas, "attach", note)
+
+    def refuse(start: int, end: int) -> None:
+        if start <= at < end:
+            raise CorruptError("wrong")
+
+    async with met_node(tmp_path) as met:
+        gc.collect()
+        gc.disable()
+        try:
+            async with local_link(met) as link:
+                record = await find_record(link, met.owner, await met.owner.store("one"))
+                mapped.clear()
+                with pytest.raises(CorruptError):
+                    await link.fetch(record, np.zeros(record.record_bytes, np.uint8), refuse)
+            await settled(lambda: bool(mapped) and not any(one() is not None for one in mapped))
+        finally:
+            gc.enable()
+
+
+async def test_who_gives_a_large_record_waits_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it is lent at once, and nothing tells how far the other side is."""
+    monkeypatch.setattr("kvservice.peers.streams_client.UNSEEN_BYTES_PER_S", MIB // 4)
+    async with met_node(tmp_path) as met, local_link(met, limits=LinkLimits(deadline_s=0.2)) as link:
+        commit = NodeSession.commit
+
+        def take_time(self: NodeSession, room: Room, header_checksum: int) -> int:
+            threading.Event().wait(0.6)
+            return commit(self, room, header_checksum)
+
+        monkeypatch.setattr(NodeSession, "commit", take_time)
+        meta, view = await give(met, link, "given")
+        assert np.array_equal(met.owner.bytes_of(meta), view)

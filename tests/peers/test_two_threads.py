@@ -1,6 +1,7 @@
 """Parts that two threads do."""
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -63,6 +64,29 @@ def test_nobody_waits_for_help_that_does_not_come(monkeypatch: pytest.MonkeyPatc
         assert kept.result()
     do_each(PARTS, lambda first, _: done.append(first))  # that pool is shut
     assert sorted(done) == sorted(first for first, _ in PARTS * 2)
+
+
+def test_a_helper_that_comes_too_late_finds_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pool takes the work, and then cannot start a thread for it: one that it has may come to it later."""
+    taken, done = list[Callable[[], None]](), list[int]()
+
+    class Pool:
+        def submit(self, work: Callable[[], None]) -> None:
+            taken.append(work)
+            raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(two_threads, "_pool", Pool())
+
+    def do(first: int, _: int) -> None:
+        done.append(first)
+        if first == MIDDLE - 10:
+            raise KeyError(first)
+
+    with pytest.raises(KeyError):
+        do_each(PARTS, do)
+    before = list(done)
+    taken[0]()
+    assert done == before
 
 
 @pytest.mark.parametrize("is_helper", [False, True])

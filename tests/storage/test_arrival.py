@@ -4,6 +4,7 @@ import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -74,6 +75,30 @@ def test_after_a_head_that_is_wrong_the_next_piece_tries_again() -> None:
     with pytest.raises(CorruptError):
         sections.arrived(0, bounds[1])
     assert sections.arrived(bounds[1], bounds[2]) == [0, 1]
+
+
+def test_bytes_that_come_twice_are_no_record() -> None:
+    view = record()
+    bounds = bounds_of(view)
+    sections = Sections(view, lambda: bounds)
+    assert sections.arrived(0, bounds[2]) == [0, 1]
+    with pytest.raises(CorruptError, match="came twice"):
+        sections.arrived(bounds[0], bounds[1])
+
+
+def test_no_layer_is_right_while_another_thread_opens_the_head() -> None:
+    view = record()
+    arrival = RecordArrival(view, META.namespace, META.key, RecordReader(view).generation, None)
+
+    class Opened(bytearray):
+        """Replaced while somebody looks into it."""
+
+        def find(self, *asked: Any) -> int:
+            arrival._right = bytearray(GEOMETRY.layers)
+            return super().find(*asked)
+
+    arrival._right = Opened()
+    assert arrival.layers == 0
 
 
 def test_two_threads_look_at_their_layers_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
