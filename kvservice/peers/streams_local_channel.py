@@ -35,6 +35,8 @@ DESCRIPTORS_MAX = 8
 """In one frame; the kernel drops more, and all but one are closed again."""
 LENT_BYTES_MAX = 4 << 20
 """In one frame: no byte of it is on the way, and whoever reads it does so on two threads, which meet at its end."""
+FIRST_LENT_BYTES = 1 << 20
+"""So few are read by one thread: the first layer is there before two get into each other's way."""
 LENT_PIECE_BYTES = 512 << 10
 """Read in one go. Two threads wait for the GIL after every copy, and wait less with twice PIECE_BYTES."""
 _NOWHERE = -1
@@ -107,8 +109,11 @@ class LocalChannel(Channel):
     # Frames
 
     def frames_of(self, source: Source, start: int, end: int, frame_bytes: int = DATA_BYTES_MAX) -> list[Part]:
-        """See Channel. What is lent is cut into larger parts."""
-        return cut(start, end, LENT_BYTES_MAX if source.descriptor == self._own else frame_bytes)
+        """See Channel. What is lent is cut into larger parts, but for a record's first."""
+        if source.descriptor != self._own:
+            return cut(start, end, frame_bytes)
+        first = min(end, FIRST_LENT_BYTES) if start == 0 else start
+        return [*cut(start, first, LENT_BYTES_MAX), *cut(first, end, LENT_BYTES_MAX)]
 
     def send_data(self, request: int, source: Source, start: int, end: int) -> None:
         """See Channel. What lies in the arena is lent; other bytes are sent."""

@@ -6,6 +6,7 @@ import socket
 import threading
 from contextlib import suppress
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import cast
 
@@ -24,6 +25,7 @@ from kvservice.peers.streams_channel import ClosedError, Source
 from kvservice.peers.streams_limits import LinkLimits
 from kvservice.peers.streams_local_channel import (
     ASK_BUFFER_BYTES,
+    FIRST_LENT_BYTES,
     LENT_BYTES_MAX,
     SEND_BUFFER_BYTES,
     LocalChannel,
@@ -214,6 +216,17 @@ def test_bytes_may_follow_what_was_lent(own: Arena) -> None:
             assert (header.kind, header.payload_bytes) == (Kind.DATA, 3)
             channel.receive_piece(memoryview(target))
             assert target == expected
+
+
+def test_what_is_lent_is_cut_into_larger_frames_but_for_the_first_and_other_bytes(own: Arena) -> None:
+    with ends(own) as (channel, _):
+        mine, others = Source(own.view.data, own.descriptor(), 0), Source(memoryview(b""))
+        total = FIRST_LENT_BYTES + 2 * LENT_BYTES_MAX + 1
+        bounds = [0, FIRST_LENT_BYTES, FIRST_LENT_BYTES + LENT_BYTES_MAX, total - 1, total]
+        assert channel.frames_of(mine, 0, total) == list(pairwise(bounds))
+        assert channel.frames_of(mine, 0, 5) == [(0, 5)]
+        assert channel.frames_of(mine, 5, 9) == [(5, 9)]
+        assert channel.frames_of(others, 0, total, total // 2 + 1) == [(0, total // 2 + 1), (total // 2 + 1, total)]
 
 
 def test_who_lends_waits_for_who_reads(own: Arena) -> None:
