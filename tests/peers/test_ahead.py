@@ -88,7 +88,7 @@ async def test_the_rest_is_fetched_behind_it(linked: Linked) -> None:
         target, pieces = np.zeros(record.record_bytes, np.uint8), list[tuple[int, int]]()
         target[: len(ahead)] = ahead
         await link.fetch(record, target, lambda *piece: pieces.append(piece), len(ahead))
-        assert pieces[0][0] == len(ahead)
+        assert min(pieces)[0] == len(ahead)
         assert np.array_equal(target, owner.bytes_of(meta))
 
 
