@@ -3,21 +3,18 @@
 import asyncio
 import os
 import socket
-import threading
 from contextlib import suppress
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import cast
 
-import numpy as np
 import pytest
 
 from kvservice.access.principal import Principal, Role
 from kvservice.model.errors import ForbiddenError, InvalidInputError, UnauthenticatedError, UnavailableError
 from kvservice.model.segment import CacheKey, ContextId, SegmentId
 from kvservice.peers import locality
-from kvservice.peers.frames import DATA_BYTES_MAX, HEADER, FrameError, Kind, pack_header, pack_opening, parse_header
+from kvservice.peers.frames import HEADER, FrameError, Kind, pack_header, pack_opening, parse_header
 from kvservice.peers.host import Authorize
 from kvservice.peers.locality import boot_id, local_address, peer_uid, require_same_user
 from kvservice.peers.member import Address, LocalAddress
@@ -25,13 +22,11 @@ from kvservice.peers.streams_channel import ClosedError, Source
 from kvservice.peers.streams_limits import LinkLimits
 from kvservice.peers.streams_local_channel import (
     ASK_BUFFER_BYTES,
-    FIRST_LENT_BYTES,
     LENT_BYTES_MAX,
     SEND_BUFFER_BYTES,
     LocalChannel,
 )
 from kvservice.peers.streams_messages import decode_facts, encode_facts, encode_key
-from kvservice.storage import mapping
 from kvservice.storage.arena import Arena, AttachedArenas
 from kvservice.wire.v1 import peer_pb2 as wire
 from tests.peers import peer_process
@@ -39,7 +34,6 @@ from tests.peers.local_world import ends, local_link, memory, met_node
 from tests.peers.stream_world import link_to, make_caller, make_facts, only_tenant, settled
 from tests.peers.test_stream_faults import open_descriptors
 from tests.peers.test_stream_greeting import error_of, everything, hello_frame, open_socket
-from tests.storage.page_faults import CountingTables, needs_advice
 
 OWN, PEER = 1 << 20, 1 << 16
 
@@ -216,17 +210,6 @@ def test_bytes_may_follow_what_was_lent(own: Arena) -> None:
             assert (header.kind, header.payload_bytes) == (Kind.DATA, 3)
             channel.receive_piece(memoryview(target))
             assert target == expected
-
-
-def test_what_is_lent_is_cut_into_larger_frames_but_for_the_first_and_other_bytes(own: Arena) -> None:
-    with ends(own) as (channel, _):
-        mine, others = Source(own.view.data, own.descriptor(), 0), Source(memoryview(b""))
-        total = FIRST_LENT_BYTES + 2 * LENT_BYTES_MAX + 1
-        bounds = [0, FIRST_LENT_BYTES, FIRST_LENT_BYTES + LENT_BYTES_MAX, total - 1, total]
-        assert channel.frames_of(mine, 0, total) == list(pairwise(bounds))
-        assert channel.frames_of(mine, 0, 5) == [(0, 5)]
-        assert channel.frames_of(mine, 5, 9) == [(5, 9)]
-        assert channel.frames_of(others, 0, total, total // 2 + 1) == [(0, total // 2 + 1), (total // 2 + 1, total)]
 
 
 def test_who_lends_waits_for_who_reads(own: Arena) -> None:
@@ -448,40 +431,3 @@ async def test_nothing_is_lent_over_a_peer_port(tmp_path: Path) -> None:
 
     async with met_node(tmp_path) as met:
         assert "LENT frame where a request" in await asyncio.to_thread(lie, met.owner.address)
-
-
-# What it costs
-
-
-@needs_advice
-@pytest.mark.parametrize("is_lent", [True, False])
-def test_what_comes_is_written_to_pages_that_were_made_ready(monkeypatch: pytest.MonkeyPatch, is_lent: bool) -> None:
-    """Into an arena that is not prefaulted. What is left are faults of reading: one maps 16 pages."""
-    tables, count = CountingTables(), 4 * DATA_BYTES_MAX
-    monkeypatch.setattr(mapping, "_PAGE_TABLES", tables)
-    peer, own = Arena(count, is_prefaulted=True), Arena(count)
-    peer.view[:] = np.arange(count, dtype=np.int64).astype(np.uint8)
-    with ends(own) as (channel, other):
-        hand_over(other, count, [peer.read_only_descriptor()])
-        channel.receive_arena()
-        source = Source(peer.view.data, peer.descriptor() if is_lent else -1)
-        owner = LocalChannel(other, peer, AttachedArenas(), ASK_BUFFER_BYTES)
-        sending = threading.Thread(target=send_all, args=(owner, source, count))
-        sending.start()
-        faults = tables.faults_of(lambda: receive_all(channel, own))
-        sending.join()
-    assert faults <= count // 4096 // 8
-    assert np.array_equal(own.view, peer.view)
-
-
-def send_all(owner: LocalChannel, source: Source, count: int) -> None:
-    for first, last in owner.frames_of(source, 0, count):
-        owner.send_data(3, source, first, last)
-
-
-def receive_all(channel: LocalChannel, own: Arena) -> None:
-    at = 0
-    while at < own.bytes:
-        end = at + channel.receive_header().payload_bytes
-        channel.receive_pieces(own.view.data, at, end, lambda *_: None)
-        at = end
