@@ -60,10 +60,10 @@ class Recorder(RequestLog):
 
         node.curves.note_stored = note  # type: ignore[method-assign]
 
-    def begin(self, space: Any, call: int) -> None:
+    def begin(self, space: Any, call: int, head: bytes = b"") -> bytes:
         """See RequestLog."""
-        super().begin(space, call)
         self._space = space.namespace
+        return super().begin(space, call, head)
 
     def note(self, asked: Asked, segment: bytes, finding: Finding, place: int) -> None:
         """See RequestLog."""

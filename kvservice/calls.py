@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from kvservice import __version__
@@ -34,6 +35,15 @@ HIT, MISS, CORRUPT = int(Outcome.HIT), int(Outcome.MISS), int(Outcome.CORRUPT)
 HOST = int(Tier.HOST)
 TIERS = (HOST, int(Tier.SSD), int(Tier.REMOTE))
 """By where bytes come from: see ``kvservice.lookup``."""
+
+
+@dataclass(slots=True)
+class _Trail:
+    """How far a prompt is answered. ``marks``: of the segments before; ``head``: of its rows in the log of requests."""
+
+    at: int = 0
+    marks: bytes = b""
+    head: bytes = b""
 
 
 class CacheCalls:
@@ -111,13 +121,18 @@ class CacheCalls:
         grant = node.grant(session, request.lease_ttl_s)
         node.counters.lookups.asked += total
         try:
-            answered = 0
+            left = node.limits.lookup_slice
             for prompt in request.prompts:
-                answered += len(prompt.segments)
-                self._answer(session, grant, prompt, reply.prompts.add())
-                if answered > node.limits.lookup_slice:
-                    answered = 0
-                    await self._let_others_in(grant)
+                trail, is_through = _Trail(), False
+                answer = reply.prompts.add()
+                while not is_through:
+                    if not left:
+                        left = node.limits.lookup_slice
+                        await self._let_others_in(grant)
+                    before = trail.at
+                    self._answer(session, grant, prompt, answer, trail, before + left)
+                    left -= trail.at - before
+                    is_through = trail.at == len(prompt.segments)
         except BaseException:
             self.node.leases.end_if_live(grant)
             self._break_off(session, request, reply)
@@ -147,18 +162,29 @@ class CacheCalls:
         reply.lease.id = grant.id
         reply.lease.ttl_s = grant.ttl_s
 
-    def _answer(self, session: Session, grant: Grant, prompt: wire.PromptQuery, reply: wire.PromptReply) -> None:
-        node, space, marks = self.node, session.spaces.get(Namespace(prompt.namespace)), b""
+    def _answer(
+        self,
+        session: Session,
+        grant: Grant,
+        prompt: wire.PromptQuery,
+        reply: wire.PromptReply,
+        trail: "_Trail",
+        until: int,
+    ) -> None:
+        """Answer segments from ``trail.at`` to ``until``, or the last one."""
+        node, space, marks = self.node, session.spaces.get(Namespace(prompt.namespace)), trail.marks
+        start, end = trail.at, min(until, len(prompt.segments))
+        some = prompt.segments if end - start == len(prompt.segments) else prompt.segments[start:end]
         arriving, watch, events, strangers = node.catalog.arriving, NOTHING, node.curves.events, 0
         if space is not None:
             reply.pinned_reason = space.pinned_reason
-            watch = node.curves.note_asked(space, len(prompt.segments))
+            watch = node.curves.note_asked(space, end - start)
         below, known, seen = watch.below, watch.known, watch.seen
         log, ledger = node.request_log, node.accounts.of(space)
         segments, tokens = ledger.segments, ledger.tokens
         if log is not None:
-            log.begin(space, grant.id)
-        for asked in prompt.segments:
+            trail.head = log.begin(space, grant.id, trail.head)
+        for asked in some:
             segment = asked.segment
             finding = node.answer(space, SegmentId(segment), asked, marks, grant)
             if segment < below and space is not None:  # a comparison of 30 ns, and of few segments more
@@ -176,6 +202,7 @@ class CacheCalls:
             if log is not None:
                 log.note(asked, segment, finding, place)
         watch.strangers += strangers
+        trail.at, trail.marks = end, marks
 
     async def await_loads(self, request: wire.AwaitRequest) -> wire.AwaitReply:
         """What has arrived of a lease's records after a step, once there is something or some seconds went by."""

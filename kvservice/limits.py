@@ -25,7 +25,7 @@ class NodeLimits:
     """
 
     lookup_segments_max: int = 65536
-    lookup_slice: int = 4096
+    lookup_slice: int = 512
     explain_segments_max: int = 8192
     explain_slice: int = 8
     departures_max: int = 65536

@@ -73,11 +73,15 @@ class RequestLog:
         self._prompts = 0
         self._head = b""
 
-    def begin(self, space: Space | None, call: int) -> None:
-        """The next prompt is answered, of the lookup with this number; lookups may take turns."""
-        number = 0 if space is None else self._number(space)
-        self._head = HEAD.pack(self._clock_ns() // 1000, call, self._prompts & PROMPT_MASK, number)
-        self._prompts += 1
+    def begin(self, space: Space | None, call: int, head: bytes = b"") -> bytes:
+        """The next prompt is answered, of the lookup with this number; or one goes on that has this ``head``, which
+        was returned at its beginning: lookups may take turns."""
+        if not head:
+            number = 0 if space is None else self._number(space)
+            head = HEAD.pack(self._clock_ns() // 1000, call, self._prompts & PROMPT_MASK, number)
+            self._prompts += 1
+        self._head = head
+        return head
 
     def note(self, asked: Asked, segment: bytes, finding: Finding, place: int) -> None:
         """One segment of it was answered; ``place``: of the answer."""

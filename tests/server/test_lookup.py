@@ -1,5 +1,6 @@
 """What answers a segment: its own context, or the nearest relative, or a miss that says why."""
 
+import asyncio
 from dataclasses import replace
 
 import pytest
@@ -218,8 +219,6 @@ async def test_a_lookup_of_too_many_segments_is_refused() -> None:
 
 
 async def test_a_session_that_ends_during_a_long_lookup_leaves_no_lease() -> None:
-    import asyncio
-
     world = World(limits=NodeLimits(lookup_slice=1))
     client = world.client()
     await client.store(META, make_planes())
@@ -231,6 +230,33 @@ async def test_a_session_that_ends_during_a_long_lookup_leaves_no_lease() -> Non
         await lookup
     assert world.is_empty_handed()
     world.check()
+
+
+@pytest.mark.parametrize("slice_", [1, 2, 3, 5, 64])
+async def test_a_long_prompt_lets_others_in_and_is_answered_as_at_once(slice_: int) -> None:
+    replies = []
+    for limits in (NodeLimits(), NodeLimits(lookup_slice=slice_)):
+        world = World(limits=limits)
+        client, other = world.client(), world.client()
+        metas = [make_meta(IDENTITY, name, tokens=4) for name in "abcde"]
+        for meta in metas:
+            await client.store(meta, make_planes(tokens=4))
+        asked = wire.PromptQuery(namespace=IDENTITY.namespace())
+        for meta in (*metas, make_meta(IDENTITY, "missing", tokens=4)):
+            asked.segments.append(query(meta, [meta.key.context]).segments[0])
+        lookup = asyncio.create_task(client.lookup(asked, asked))
+        turns = 0
+        while not lookup.done():
+            await asyncio.sleep(0)
+            turns += 1
+            await other.lookup(asked)
+        reply = lookup.result()
+        reply.ClearField("lease")
+        replies.append(reply)
+        assert turns > (limits.lookup_slice < 12), "they took turns"
+        assert world.node.counters.lookups.asked == 12 + 6 * turns
+        world.check()
+    assert replies[0] == replies[1]
 
 
 async def test_garbage_in_a_query_is_a_miss() -> None:
