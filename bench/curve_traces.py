@@ -20,7 +20,7 @@ from kvservice.client import Client
 from kvservice.config import Settings
 from kvservice.lookup import Asked, Finding
 from kvservice.node import Node
-from kvservice.request_log import RequestLog
+from kvservice.request_log import Begun, RequestLog
 
 FOUND, MISSED, STORED = range(3)
 COLUMNS = ("kind", "space", "segment", "context", "master", "record_bytes", "tokens")
@@ -60,10 +60,10 @@ class Recorder(RequestLog):
 
         node.curves.note_stored = note  # type: ignore[method-assign]
 
-    def begin(self, space: Any, call: int, head: bytes = b"") -> bytes:
+    def begin(self, space: Any, call: int, begun: Begun | None = None) -> Begun:
         """See RequestLog."""
         self._space = space.namespace
-        return super().begin(space, call, head)
+        return super().begin(space, call, begun)
 
     def note(self, asked: Asked, segment: bytes, finding: Finding, place: int) -> None:
         """See RequestLog."""

@@ -9,7 +9,7 @@ from typing import Any
 from kvservice import __version__
 from kvservice.access.principal import LOCAL, Principal
 from kvservice.accounting import place_of
-from kvservice.caches import Cache
+from kvservice.caches import Cache, Space
 from kvservice.curves.events import Missing
 from kvservice.curves.records import SEEN_MASK
 from kvservice.curves.watching import NOTHING
@@ -27,6 +27,7 @@ from kvservice.model.limits import MESSAGE_BYTES_MAX
 from kvservice.model.plan import MissReason, Outcome
 from kvservice.model.segment import CacheKey, ContextId, SegmentId
 from kvservice.node import Node
+from kvservice.request_log import Begun
 from kvservice.sessions import Session
 from kvservice.store import Reservation, WriteRequest
 from kvservice.wire.v1 import cache_pb2 as wire
@@ -39,11 +40,11 @@ TIERS = (HOST, int(Tier.SSD), int(Tier.REMOTE))
 
 @dataclass(slots=True)
 class _Trail:
-    """How far a prompt is answered. ``marks``: of the segments before; ``head``: of its rows in the log of requests."""
+    """How far a prompt is answered. ``marks``: of the segments before; ``begun``: in the log of requests."""
 
     at: int = 0
     marks: bytes = b""
-    head: bytes = b""
+    begun: Begun | None = None
 
 
 class CacheCalls:
@@ -109,49 +110,50 @@ class CacheCalls:
 
     async def lookup(self, request: wire.LookupRequest) -> wire.LookupReply:
         """Answer all segments of all prompts under one lease. Long requests let other calls in between."""
-        node = self.node
-        session = self._session(request.session)
+        node, session = self.node, self._session(request.session)
         total, limit = sum(len(prompt.segments) for prompt in request.prompts), node.limits.lookup_segments_max
-        if total > limit:
-            raise LimitError(f"a lookup of {total} segments, the limit is {limit}; split it")
+        if max(total, len(request.prompts)) > limit:
+            raise LimitError(f"a lookup of {total} segments in {len(request.prompts)} prompts, the limit is {limit}")
         if node.sharing is not None:
             await node.sharing.bring(session, request.prompts)
             session = self._session(request.session)  # it may have ended meanwhile
-        reply = wire.LookupReply()
+        reply, spaces = wire.LookupReply(), dict(session.spaces)
         grant = node.grant(session, request.lease_ttl_s)
         node.counters.lookups.asked += total
         try:
             left = node.limits.lookup_slice
             for prompt in request.prompts:
-                trail, is_through = _Trail(), False
-                answer = reply.prompts.add()
-                while not is_through:
-                    if not left:
-                        left = node.limits.lookup_slice
-                        await self._let_others_in(grant)
-                    before = trail.at
-                    self._answer(session, grant, prompt, answer, trail, before + left)
-                    left -= trail.at - before
-                    is_through = trail.at == len(prompt.segments)
+                trail, answer = _Trail(), reply.prompts.add()
+                while True:
+                    left -= max(1, self._answer(session, grant, prompt, answer, trail, left))
+                    if trail.at == len(prompt.segments):
+                        break
+                    left = await self._let_others_in(grant)
+                if left <= 0:
+                    left = await self._let_others_in(grant)
         except BaseException:
             self.node.leases.end_if_live(grant)
-            self._break_off(session, request, reply)
+            self._break_off(spaces, request, reply)
             raise
         self._conclude(grant, reply)
         return reply
 
-    def _break_off(self, session: Session, request: wire.LookupRequest, reply: wire.LookupReply) -> None:
-        """Account for what was not answered."""
+    def _break_off(
+        self, spaces: Mapping[Namespace, Space], request: wire.LookupRequest, reply: wire.LookupReply
+    ) -> None:
+        """Account for what was not answered. ``spaces``: of the session, before it may have ended."""
         for index, prompt in enumerate(request.prompts):
-            ledger = self.node.accounts.of(session.spaces.get(Namespace(prompt.namespace)))
+            ledger = self.node.accounts.of(spaces.get(Namespace(prompt.namespace)))
             answered = len(reply.prompts[index].segments) if index < len(reply.prompts) else 0
             for asked in prompt.segments[answered:]:
                 ledger.count_broken_off(asked.tokens)
 
-    async def _let_others_in(self, grant: Grant) -> None:
+    async def _let_others_in(self, grant: Grant) -> int:
+        """How many segments may then be answered."""
         await asyncio.sleep(0)
         if grant.id not in self.node.leases.live:
             raise LeaseExpiredError("the session ended, or its lease ran out, during its lookup; look up again")
+        return self.node.limits.lookup_slice
 
     def _conclude(self, grant: Grant, reply: wire.LookupReply) -> None:
         self.node.counters.lookups.calls += 1
@@ -168,12 +170,12 @@ class CacheCalls:
         grant: Grant,
         prompt: wire.PromptQuery,
         reply: wire.PromptReply,
-        trail: "_Trail",
-        until: int,
-    ) -> None:
-        """Answer segments from ``trail.at`` to ``until``, or the last one."""
+        trail: _Trail,
+        count: int,
+    ) -> int:
+        """Answer so many more segments of a prompt, or all that it has; how many."""
         node, space, marks = self.node, session.spaces.get(Namespace(prompt.namespace)), trail.marks
-        start, end = trail.at, min(until, len(prompt.segments))
+        start, end = trail.at, min(trail.at + max(1, count), len(prompt.segments))
         some = prompt.segments if end - start == len(prompt.segments) else prompt.segments[start:end]
         arriving, watch, events, strangers = node.catalog.arriving, NOTHING, node.curves.events, 0
         if space is not None:
@@ -183,7 +185,7 @@ class CacheCalls:
         log, ledger = node.request_log, node.accounts.of(space)
         segments, tokens = ledger.segments, ledger.tokens
         if log is not None:
-            trail.head = log.begin(space, grant.id, trail.head)
+            trail.begun = log.begin(space, grant.id, trail.begun)
         for asked in some:
             segment = asked.segment
             finding = node.answer(space, SegmentId(segment), asked, marks, grant)
@@ -203,6 +205,7 @@ class CacheCalls:
                 log.note(asked, segment, finding, place)
         watch.strangers += strangers
         trail.at, trail.marks = end, marks
+        return end - start
 
     async def await_loads(self, request: wire.AwaitRequest) -> wire.AwaitReply:
         """What has arrived of a lease's records after a step, once there is something or some seconds went by."""

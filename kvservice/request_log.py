@@ -10,6 +10,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,10 +31,17 @@ ROWS_MAX = 1 << 22
 NAMESPACES_MAX = 4096
 """Namespaces that are named at a time; others are, as those that are not known, number 0."""
 PROMPT_SEGMENTS_MAX = 8192
-"""Of one lookup: so many rows a namespace gets at most before the next prompt begins."""
+"""So many rows a namespace gets at most before the next prompt begins, or one goes on."""
 SLICE_ROWS = 16384
 """Copied in one go: about a MiB, 0.2 ms."""
 PROMPT_MASK, AFFINITY_MAX = (1 << 32) - 1, (1 << 8) - 1
+
+
+class Begun(NamedTuple):
+    """When the first segment of a prompt was answered, and the prompt's number."""
+
+    time_us: int
+    prompt: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +81,15 @@ class RequestLog:
         self._prompts = 0
         self._head = b""
 
-    def begin(self, space: Space | None, call: int, head: bytes = b"") -> bytes:
-        """The next prompt is answered, of the lookup with this number; or one goes on that has this ``head``, which
-        was returned at its beginning: lookups may take turns."""
-        if not head:
-            number = 0 if space is None else self._number(space)
-            head = HEAD.pack(self._clock_ns() // 1000, call, self._prompts & PROMPT_MASK, number)
+    def begin(self, space: Space | None, call: int, begun: Begun | None = None) -> Begun:
+        """The next prompt is answered, of the lookup with this number; or one goes on that has ``begun``: lookups take
+        turns. No more than PROMPT_SEGMENTS_MAX rows are noted before somebody begins again."""
+        if begun is None:
+            begun = Begun(self._clock_ns() // 1000, self._prompts & PROMPT_MASK)
             self._prompts += 1
-        self._head = head
-        return head
+        number = 0 if space is None else self._number(space)
+        self._head = HEAD.pack(begun.time_us, call, begun.prompt, number)
+        return begun
 
     def note(self, asked: Asked, segment: bytes, finding: Finding, place: int) -> None:
         """One segment of it was answered; ``place``: of the answer."""

@@ -63,6 +63,8 @@ class Channel:
 
     is_narrow = False
     """Has it so little room that long questions and answers must take turns?"""
+    lends = False
+    """Does the other side read bytes where they lie, with nothing to tell how far it is?"""
 
     def __init__(self, sock: socket.socket, *, sends_files: bool | None = None) -> None:
         self._sock = sock

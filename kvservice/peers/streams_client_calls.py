@@ -1,5 +1,6 @@
 """The calls that a node makes to another: what each sends, and how its answer is taken in. Run by a lane's thread."""
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -8,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvservice.model.errors import (
+    CapacityError,
     CorruptError,
     InvalidInputError,
     KVServiceError,
@@ -30,6 +32,7 @@ from kvservice.store import WriteRequest
 from kvservice.wire.v1 import cache_pb2
 from kvservice.wire.v1 import peer_pb2 as wire
 
+log = logging.getLogger(__name__)
 STORE_FRAME_BYTES = 512 << 10
 """One data frame to the peer, so that a slow link is seen to move."""
 Identities = Mapping[Namespace, str]
@@ -124,7 +127,7 @@ def _check_answer(query: Query, match: Match, record: RecordHead, master: Record
 
 
 class FetchCall(Call):
-    """Brings a record's bytes from ``at`` on into ``target``, in order. Goes on there when a connection breaks."""
+    """Brings a record's bytes from ``at`` on into ``target``. Goes on there when a connection breaks."""
 
     is_record = True
 
@@ -199,8 +202,11 @@ class FetchCall(Call):
             channel.receive_pieces(self._target, self.at, end, note)
         except (StoppedError, OSError):
             raise
-        except BaseException as error:  # this node's own want of memory: no other connection helps
+        except KVServiceError as error:  # this node's own want of memory: no other connection helps
             raise StoppedError(error) from error
+        except Exception as error:
+            log.exception("bringing a record failed inside this node; please report it")
+            raise StoppedError(CapacityError(f"a record was not taken in: {error!r}")) from error
         self.at = end
 
 
@@ -247,7 +253,8 @@ class StoreCall(Call):
         if header.kind is Kind.EXISTS:
             return None
         of_kind(header, Kind.GO)
-        self.unseen_bytes = total = self._request.record_bytes
+        total = self._request.record_bytes
+        self.unseen_bytes = total if channel.lends else 0
         for first, last in channel.frames_of(self._source, 0, total, STORE_FRAME_BYTES):
             channel.send_data(header.request, self._source, first, last)
             moved()

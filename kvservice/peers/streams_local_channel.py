@@ -50,7 +50,7 @@ class LocalChannel(Channel):
     ``buffer_bytes``: of the socket, for what is sent.
     """
 
-    is_narrow = True
+    is_narrow = lends = True
 
     def __init__(
         self, sock: socket.socket, arena: Arena, attached: AttachedArenas, buffer_bytes: int = SEND_BUFFER_BYTES
@@ -123,7 +123,7 @@ class LocalChannel(Channel):
             self.send(Kind.LENT, request, wire.PeerLent(offset=source.offset + start, bytes=end - start))
 
     def receive_header(self) -> Header:
-        """See Channel. What is lent looks like data, which ``receive_piece`` then reads."""
+        """See Channel. What is lent looks like data, which ``receive_pieces`` then reads."""
         self._at = _NOWHERE
         header = super().receive_header()
         if header.kind is not Kind.LENT:
@@ -135,33 +135,26 @@ class LocalChannel(Channel):
         self._at = lent.offset
         return Header(Kind.DATA, header.request, 0, lent.bytes)
 
-    def receive_piece(self, target: memoryview) -> None:
-        """See Channel."""
-        if self._at == _NOWHERE:
-            super().receive_piece(target)
-        else:
-            _copy(self._take_lent(len(target)), target)
-
     def receive_pieces(self, target: memoryview, start: int, end: int, on_piece: OnPiece) -> None:
         """See Channel. What is lent is read on two threads: pieces are told by both, and not in order."""
         if self._at == _NOWHERE:
             super().receive_pieces(target, start, end, on_piece)
             return
-        lent = [self._take_lent(end - start)]
+        lent = [self._take_lent(end - start)]  # no frame of a traceback may hold it
 
         def read(first: int, last: int) -> None:
-            _copy(lent[0][first - start : last - start], target[first:last])
+            prefault(target[first:last])
+            np.copyto(np.frombuffer(target[first:last], np.uint8), lent[0][first - start : last - start])  # no GIL
             on_piece(first, last)
 
         try:
             do_each(cut(start, end, LENT_PIECE_BYTES), read)
         finally:
-            lent.clear()  # an error's traceback would keep the other side's memory mapped
+            lent.clear()  # else the other side's memory stays mapped until the collector comes
 
     def _take_lent(self, count: int) -> Bytes:
-        """The next bytes of what is lent."""
-        start, self._at = self._at, self._at + count
-        lent = self._peer[start : self._at]
+        """What this frame lends."""
+        lent = self._peer[self._at : self._at + count]
         if len(lent) != count:
             raise ClosedError("the connection was closed")
         return lent
@@ -172,8 +165,3 @@ class LocalChannel(Channel):
         """See Channel."""
         super().close(at_once=at_once)
         self._peer = _NOTHING
-
-
-def _copy(lent: Bytes, target: memoryview) -> None:
-    prefault(target)
-    np.copyto(np.frombuffer(target, np.uint8), lent)  # lets go of the GIL

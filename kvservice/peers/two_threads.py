@@ -36,17 +36,23 @@ def do_each(parts: Sequence[tuple[int, int]], do: Callable[[int, int], None]) ->
                 back.clear()
                 raise
 
-    helping, error = _help(lambda: work(back, front)) if back else None, None
+    failed = list[BaseException]()  # no exception in a Future: it would stand in a cycle with its own traceback
+    helping = _help(lambda: work(back, front), failed) if back else None
     try:
         work(front, back)
-    finally:
-        if helping is not None and not helping.cancel():
-            error = helping.exception()
-    if error is not None:
-        try:
-            raise error
-        finally:
-            del error, helping  # else its traceback keeps what ``do`` stands on
+    except BaseException:
+        _join(helping)
+        failed.clear()
+        raise
+    _join(helping)
+    if failed:
+        raise failed.pop()
+
+
+def _join(helping: "Future[None] | None") -> None:
+    """Until it has ended, or will not begin."""
+    if helping is not None and not helping.cancel():
+        helping.result()
 
 
 def _next(own: deque[tuple[int, int]], others: deque[tuple[int, int]]) -> tuple[int, int] | None:
@@ -58,8 +64,8 @@ def _next(own: deque[tuple[int, int]], others: deque[tuple[int, int]]) -> tuple[
     return None
 
 
-def _help(work: Callable[[], None]) -> "Future[None] | None":
-    """Begins when a helper is free. None where there is one core."""
+def _help(work: Callable[[], None], failed: list[BaseException]) -> "Future[None] | None":
+    """Begins when a helper is free; what it raised goes to ``failed``. None where there is one core."""
     if _CORES < 2:
         return None
     done: Future[None] = Future()
@@ -70,9 +76,8 @@ def _help(work: Callable[[], None]) -> "Future[None] | None":
         try:
             work()
         except BaseException as error:  # noqa: BLE001  it is raised where somebody waits for it
-            done.set_exception(error)
-        else:
-            done.set_result(None)
+            failed.append(error)
+        done.set_result(None)
 
     with suppress(RuntimeError):  # the program is ending; or no thread can be started, but another may still take it
         _pool.submit(run)

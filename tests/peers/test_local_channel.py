@@ -191,7 +191,7 @@ def test_who_reads_while_the_connection_is_closed_hears_that(own: Arena) -> None
         channel.receive_header()
         channel.close()
         with pytest.raises(ClosedError, match="was closed"):
-            channel.receive_piece(memoryview(bytearray(4096)))
+            channel.receive_pieces(memoryview(bytearray(4096)), 0, 4096, lambda *_: None)
 
 
 def test_bytes_from_elsewhere_are_sent_as_they_are(own: Arena) -> None:
@@ -208,7 +208,7 @@ def test_bytes_may_follow_what_was_lent(own: Arena) -> None:
         for expected in (bytes(3), b"abc"):
             header, target = channel.receive_header(), bytearray(3)
             assert (header.kind, header.payload_bytes) == (Kind.DATA, 3)
-            channel.receive_piece(memoryview(target))
+            channel.receive_pieces(memoryview(target), 0, 3, lambda *_: None)
             assert target == expected
 
 

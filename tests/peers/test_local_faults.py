@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from kvservice.config import process_environment
-from kvservice.model.errors import CorruptError, UnavailableError
+from kvservice.model.errors import CapacityError, CorruptError, UnavailableError
 from kvservice.peers.call import SilentError
 from kvservice.peers.host import Room
 from kvservice.peers.host_node import NodeSession
@@ -120,9 +120,9 @@ async def test_a_node_that_is_killed_in_the_middle_of_a_record(
             await link.ping()
 
 
-@pytest.mark.parametrize("at", [0, MIB, 3 * MIB])
+@pytest.mark.parametrize(("at", "is_memory_wanting"), [(0, False), (MIB, False), (3 * MIB, False), (0, True)])
 async def test_an_error_in_the_middle_keeps_nobodys_memory_mapped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int, is_memory_wanting: bool
 ) -> None:
     """Not until the collector comes, which may be long: errors stand in cycles with the calls that they ended."""
     attach, mapped = AttachedArenas.attach, list["weakref.ref[Bytes]"]()
@@ -135,8 +135,12 @@ async def test_an_error_in_the_middle_keeps_nobodys_memory_mapped(
     monkeypatch.setattr(AttachedArenas, "attach", note)
 
     def refuse(start: int, end: int) -> None:
-        if start <= at < end:
+        if start <= at < end and not is_memory_wanting:
             raise CorruptError("wrong")
+
+    def prefault(target: memoryview) -> None:
+        if is_memory_wanting:
+            raise MemoryError
 
     async with met_node(tmp_path) as met:
         gc.collect()
@@ -145,7 +149,8 @@ async def test_an_error_in_the_middle_keeps_nobodys_memory_mapped(
             async with local_link(met) as link:
                 record = await find_record(link, met.owner, await met.owner.store("one"))
                 mapped.clear()
-                with pytest.raises(CorruptError):
+                monkeypatch.setattr("kvservice.peers.streams_local_channel.prefault", prefault)
+                with pytest.raises(CapacityError if is_memory_wanting else CorruptError):
                     await link.fetch(record, np.zeros(record.record_bytes, np.uint8), refuse)
             await settled(lambda: bool(mapped) and not any(one() is not None for one in mapped))
         finally:

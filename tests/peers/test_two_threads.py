@@ -1,8 +1,11 @@
 """Parts that two threads do."""
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 
@@ -120,3 +123,33 @@ def test_nothing_runs_any_more_when_it_ends() -> None:
     with pytest.raises(KeyError):
         do_each(PARTS, do)
     assert len(written) == 1
+
+
+@pytest.mark.parametrize("both_fail", [False, True])
+def test_an_error_keeps_nothing_that_its_work_stood_on(both_fail: bool) -> None:
+    """Not until the collector comes."""
+
+    class Held:
+        pass
+
+    held, me, both = Held(), threading.get_ident(), threading.Barrier(2, timeout=WAIT_S)
+    alive = weakref.ref(held)
+
+    def do(first: int, _: int, held: Held = held) -> None:
+        if first in (0, MIDDLE):
+            both.wait()
+        if both_fail or threading.get_ident() != me:
+            raise KeyError(first)
+
+    gc.disable()
+    try:
+        with suppress(KeyError):
+            do_each(PARTS, do)
+        del held, do
+        for _ in range(100):  # the helper may still be on its way out
+            if alive() is None:
+                break
+            threading.Event().wait(0.01)
+        assert alive() is None
+    finally:
+        gc.enable()

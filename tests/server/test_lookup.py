@@ -7,7 +7,7 @@ import pytest
 
 from kvservice.limits import NodeLimits
 from kvservice.model.cache import CacheMeta
-from kvservice.model.errors import LimitError
+from kvservice.model.errors import LeaseExpiredError, LimitError
 from kvservice.model.plan import Match, MissReason, Outcome
 from kvservice.model.segment import CacheKey, affinity
 from kvservice.wire.v1 import cache_pb2 as wire
@@ -229,6 +229,34 @@ async def test_a_session_that_ends_during_a_long_lookup_leaves_no_lease() -> Non
     with pytest.raises(Exception, match="ended"):
         await lookup
     assert world.is_empty_handed()
+    world.check()
+
+
+async def test_prompts_without_segments_count_too() -> None:
+    world = World(limits=NodeLimits(lookup_slice=2, lookup_segments_max=8))
+    client, other = world.client(), world.client()
+    empty = wire.PromptQuery(namespace=IDENTITY.namespace())
+    lookup = asyncio.create_task(client.lookup(*[empty] * 8))
+    await asyncio.sleep(0)
+    await other.lookup(empty)
+    assert not lookup.done(), "others are let in"
+    assert len((await lookup).prompts) == 8
+    with pytest.raises(LimitError, match="in 9 prompts"):
+        await client.lookup(*[empty] * 9)
+    world.check()
+
+
+async def test_what_breaks_off_in_a_prompt_is_all_counted_where_it_began() -> None:
+    world = World(limits=NodeLimits(lookup_slice=2))
+    client = world.client()
+    await client.store(META, make_planes())
+    lookup = asyncio.create_task(client.lookup(query(META, [bytes([number] * 32) for number in range(5)])))
+    await asyncio.sleep(0)
+    client.close()
+    with pytest.raises(LeaseExpiredError):
+        await lookup
+    ledger = world.node.accounts.of(None)
+    assert not sum(ledger.segments)
     world.check()
 
 
