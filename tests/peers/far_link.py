@@ -197,6 +197,12 @@ class Wire:
         """So many arrived."""
         with self._changed:
             self.passed += count
+            self._changed.notify_all()
+
+    def wait_passed(self, count: int, seconds: float) -> bool:
+        """Until so many arrived; who receives may have them a moment before they are counted. False: they did not."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.passed >= count, seconds)
 
 
 class _Piece(NamedTuple):

@@ -87,6 +87,7 @@ def test_what_is_in_flight_is_not_limited_by_the_delay_and_comes_in_order() -> N
         sock.sendall(data)  # in memory at once, though nothing comes back
         link.thaw()
         assert received(sock, len(data)) == data
+        assert all(wire.wait_passed(2 * len(data), WAIT_S) for wire in (link.there, link.back))
         assert link.there.passed == link.back.passed == 2 * len(data)
 
 
