@@ -1,7 +1,6 @@
 """Records between two nodes of one host: read from the other's arena, verified as those that come over a socket."""
 
 import asyncio
-import gc
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -318,11 +317,9 @@ async def test_descriptors_come_back(tmp_path: Path) -> None:
             await give(met, link, "given")
 
     await once()
-    gc.collect()
     before = open_descriptors()
     for _ in range(6):
         await once()
-    gc.collect()  # a node of these tests is in a cycle
     assert open_descriptors() <= before
 
 

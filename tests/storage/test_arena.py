@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import gc
 import mmap
 import os
 import subprocess
@@ -132,6 +133,7 @@ def test_memory_that_is_not_granted_is_an_error_and_leaves_nothing_open(
         raise OSError(errno.ENOMEM, "refused")
 
     monkeypatch.setattr(call, refuse)
+    gc.collect()  # what earlier tests left
     before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
     with pytest.raises(CapacityError, match=message):
         Arena(4096, is_prefaulted=True)
