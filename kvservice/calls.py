@@ -110,19 +110,19 @@ class CacheCalls:
 
     async def lookup(self, request: wire.LookupRequest) -> wire.LookupReply:
         """Answer all segments of all prompts under one lease. Long requests let other calls in between."""
-        node, session = self.node, self._session(request.session)
-        total, limit = sum(len(prompt.segments) for prompt in request.prompts), node.limits.lookup_segments_max
-        if max(total, len(request.prompts)) > limit:
-            raise LimitError(f"a lookup of {total} segments in {len(request.prompts)} prompts, the limit is {limit}")
+        node, session, prompts = self.node, self._session(request.session), request.prompts
+        total, limit = sum(len(prompt.segments) for prompt in prompts), node.limits.lookup_segments_max
+        if max(total, len(prompts)) > limit:
+            raise LimitError(f"a lookup of {total} segments in {len(prompts)} prompts, the limit is {limit}; split it")
         if node.sharing is not None:
-            await node.sharing.bring(session, request.prompts)
+            await node.sharing.bring(session, prompts)
             session = self._session(request.session)  # it may have ended meanwhile
         reply, spaces = wire.LookupReply(), dict(session.spaces)
         grant = node.grant(session, request.lease_ttl_s)
         node.counters.lookups.asked += total
         try:
             left = node.limits.lookup_slice
-            for prompt in request.prompts:
+            for prompt in prompts:
                 trail, answer = _Trail(), reply.prompts.add()
                 while True:
                     left -= max(1, self._answer(session, grant, prompt, answer, trail, left))

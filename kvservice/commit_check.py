@@ -91,7 +91,7 @@ class CommitCheck:
         if not self._is_meta_right:
             _check_meta(self._reservation, reader.meta, reader.layout.record_bytes)
             self._is_meta_right = True
-        return (*reader.layout.section_offsets, reader.layout.record_bytes)
+        return reader.layout.bounds
 
     def _check_layer(self, reader: RecordReader, layer: int) -> None:
         reader.verify_layer(layer)

@@ -122,9 +122,8 @@ class RecordArrival:
 
     def _open_head(self) -> Sequence[int]:
         self._reader = self._open()
-        layout = self._reader.layout
-        self._right = bytearray(len(layout.section_offsets))
-        return (*layout.section_offsets, layout.record_bytes)
+        self._right = bytearray(len(self._reader.section_checksums))
+        return self._reader.layout.bounds
 
     def _open(self) -> RecordReader:
         try:

@@ -32,6 +32,11 @@ class RecordLayout:
     section_bytes: tuple[int, ...]
     record_bytes: int
 
+    @property
+    def bounds(self) -> tuple[int, ...]:
+        """Where each section begins, and the record's end: between two of them lie a layer and its padding."""
+        return (*self.section_offsets, self.record_bytes)
+
 
 def master_layout(meta: CacheMeta) -> RecordLayout:
     """Layout of a dense record. Raises InvalidInputError if ``meta`` names a mirror or does not fit the format."""

@@ -64,8 +64,7 @@ class NodeHeld:
             return 0
         if self._layout is None:
             self._layout = read_head(self._view).layout
-        ends = [*self._layout.section_offsets[1:], self._layout.record_bytes]
-        return ends[layers - 1]
+        return self._layout.bounds[layers]
 
     def release(self) -> None:
         """See Held."""

@@ -166,9 +166,8 @@ class Fetches:
         view = self._allocation.tier.view(cache.extent)
         meta, layers = head.meta, len(head.section_checksums)
         arrival = RecordArrival(view, meta.namespace, meta.key, head.generation, meta.master)
-        ends = (*head.layout.section_offsets[1:], head.layout.record_bytes)
         ahead = None if load.layers else record.ahead
-        start = ends[load.layers - 1] if load.layers else 0
+        start = head.layout.bounds[load.layers] if load.layers else 0
         loop = asyncio.get_running_loop()
 
         def on_piece(first: int, end: int) -> None:

@@ -241,7 +241,7 @@ async def test_prompts_without_segments_count_too() -> None:
     await other.lookup(empty)
     assert not lookup.done(), "others are let in"
     assert len((await lookup).prompts) == 8
-    with pytest.raises(LimitError, match="in 9 prompts"):
+    with pytest.raises(LimitError, match="in 9 prompts, the limit is 8; split it"):
         await client.lookup(*[empty] * 9)
     world.check()
 

@@ -30,8 +30,7 @@ def record(seed: int = 0) -> Bytes:
 
 
 def bounds_of(view: Bytes) -> tuple[int, ...]:
-    layout = RecordReader(view).layout
-    return (*layout.section_offsets, layout.record_bytes)
+    return RecordReader(view).layout.bounds
 
 
 @given(st.data())
