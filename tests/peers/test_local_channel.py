@@ -29,10 +29,10 @@ from kvservice.peers.streams_local_channel import (
 from kvservice.peers.streams_messages import decode_facts, encode_facts, encode_key
 from kvservice.storage.arena import Arena, AttachedArenas
 from kvservice.wire.v1 import peer_pb2 as wire
+from tests.descriptors import nothing_left_open
 from tests.peers import peer_process
 from tests.peers.local_world import ends, local_link, memory, met_node
 from tests.peers.stream_world import link_to, make_caller, make_facts, only_tenant, settled
-from tests.peers.test_stream_faults import open_descriptors
 from tests.peers.test_stream_greeting import error_of, everything, hello_frame, open_socket
 
 OWN, PEER = 1 << 20, 1 << 16
@@ -78,22 +78,18 @@ def test_an_arena_is_handed_over_to_be_read_only(own: Arena) -> None:
 
 @pytest.mark.parametrize("count", [0, 2, 20])
 def test_one_descriptor_comes_and_no_other_is_kept(own: Arena, count: int) -> None:
-    with ends(own) as (channel, other):
-        before = open_descriptors()
+    with ends(own) as (channel, other), nothing_left_open():
         hand_over(other, PEER, [memory(PEER) for _ in range(count)])
         with pytest.raises(FrameError, match="where an arena should be"):
             channel.receive_arena()
-        assert open_descriptors() == before
 
 
 @pytest.mark.parametrize(("is_sealed", "said"), [(False, PEER), (True, PEER + 4096), (True, PEER - 4096)])
 def test_a_file_that_could_shrink_or_has_another_size_is_no_arena(own: Arena, is_sealed: bool, said: int) -> None:
-    with ends(own) as (channel, other):
-        before = open_descriptors()
+    with ends(own) as (channel, other), nothing_left_open():
         hand_over(other, said, [memory(PEER, is_sealed=is_sealed)])
         with pytest.raises(FrameError, match="no arena"):
             channel.receive_arena()
-        assert open_descriptors() == before
 
 
 def test_a_pipe_is_no_arena(own: Arena) -> None:
@@ -107,19 +103,17 @@ def test_descriptors_at_any_other_time_are_dropped(own: Arena) -> None:
     with ends(own) as (channel, other):
         hand_over(other, PEER, [memory(PEER)])
         channel.receive_arena()
-        before, extra = open_descriptors(), memory(PEER)
-        socket.send_fds(other, [lent(0, 100)], [extra])
-        os.close(extra)
-        assert channel.receive_header().payload_bytes == 100
-        assert open_descriptors() == before
+        with nothing_left_open():
+            extra = memory(PEER)
+            socket.send_fds(other, [lent(0, 100)], [extra])
+            os.close(extra)
+            assert channel.receive_header().payload_bytes == 100
 
 
 def test_a_channel_closes_what_it_was_given(own: Arena) -> None:
-    before = open_descriptors()
-    with ends(own) as (channel, other):
+    with nothing_left_open(), ends(own) as (channel, other):
         hand_over(other, PEER, [memory(PEER)])
         channel.receive_arena()
-    assert open_descriptors() == before
 
 
 # What is lent

@@ -13,6 +13,7 @@ from kvservice.model.errors import ConfigError, CorruptError, LeaseExpiredError,
 from kvservice.peers.streams_client import PeerLink
 from kvservice.storage.buffer import Bytes
 from kvservice.store import WriteRequest
+from tests.descriptors import opened
 from tests.peers.local_world import LocalOwner, local_link, met_beside, met_node, no_bytes_over_sockets
 from tests.peers.stream_world import (
     BIG,
@@ -31,7 +32,6 @@ from tests.peers.stream_world import (
     owner_node,
     settled,
 )
-from tests.peers.test_stream_faults import open_descriptors
 from tests.peers.test_stream_ssd import MIB, PIECE, owner_on_ssd, release
 from tests.peers.test_streams import opaque_identity, store_mirror
 from tests.server.builders import GatedWorker, make_meta, make_planes
@@ -317,10 +317,10 @@ async def test_descriptors_come_back(tmp_path: Path) -> None:
             await give(met, link, "given")
 
     await once()
-    before = open_descriptors()
+    before = len(opened())
     for _ in range(6):
         await once()
-    assert open_descriptors() <= before
+    assert len(opened()) <= before
 
 
 async def test_facts_tell_the_way_to_those_who_may_see_every_tenant() -> None:

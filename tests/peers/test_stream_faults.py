@@ -1,7 +1,6 @@
 """What breaks between two nodes: a miss in bounded time, nothing wrong, and it mends itself."""
 
 import asyncio
-import gc
 import os
 import signal
 import socket
@@ -26,6 +25,7 @@ from kvservice.peers.streams_client_calls import PeerRecord
 from kvservice.peers.streams_limits import LinkLimits, ServerLimits
 from kvservice.peers.streams_messages import encode_facts, encode_key
 from kvservice.wire.v1 import peer_pb2 as wire
+from tests.descriptors import opened
 from tests.peers import peer_process
 from tests.peers.stream_world import (
     BIG,
@@ -430,12 +430,6 @@ async def test_a_node_that_dies_in_the_middle_of_a_record(other: tuple[subproces
 # Nothing is left behind
 
 
-def open_descriptors() -> int:
-    """Without those of nodes of earlier tests, which stand in cycles and would go at any time."""
-    gc.collect()
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
 async def test_descriptors_and_threads_come_back() -> None:
     async def once() -> None:
         async with owner_node() as owner:
@@ -444,11 +438,11 @@ async def test_descriptors_and_threads_come_back() -> None:
                 await fetch_verified(link, await find_record(link, owner, meta))
 
     await once()
-    threads, descriptors = threading.active_count(), open_descriptors()
+    threads, descriptors = threading.active_count(), len(opened())
     for _ in range(6):
         await once()
     assert threading.active_count() <= threads + 8, "but for the executor's of asyncio"
-    assert open_descriptors() <= descriptors + 2
+    assert len(opened()) <= descriptors + 2
 
 
 async def test_connections_for_records_end_when_idle_whatever_is_asked_on_others() -> None:

@@ -1,10 +1,8 @@
 """The contract, held by every engine against its real server."""
 
 import asyncio
-import gc
 import itertools
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +11,7 @@ from kvservice.model.errors import InvalidInputError, UnavailableError
 from kvservice.storage.record import read_head
 from kvservice.storage.remote.contract import RemoteName, RemoteTier
 from kvservice.storage.remote.tier import ObjectTier
+from tests.descriptors import opened
 from tests.remote.places import AVAILABLE, SERVERS, Place, missing
 from tests.remote.records import DEEP, LARGE, SMALL, Target, fetch, find_one, make_record, same, wanted
 from tests.remote.servers import give_up
@@ -225,7 +224,7 @@ async def test_opening_and_closing_leaves_no_thread_and_no_descriptor(place: Pla
         return {one for one in threading.enumerate() if one.name.startswith("kvservice-")} - before
 
     await use()
-    descriptors = len(list(Path("/proc/self/fd").iterdir()))
+    descriptors = len(opened())
     for _ in range(5):
         await use()
     for _ in range(1000):
@@ -233,8 +232,7 @@ async def test_opening_and_closing_leaves_no_thread_and_no_descriptor(place: Pla
             break
         await asyncio.to_thread(lambda: None)
     assert not ours()
-    gc.collect()
-    assert len(list(Path("/proc/self/fd").iterdir())) <= descriptors + 1
+    assert len(opened()) <= descriptors + 1
 
 
 async def test_a_closed_tier_answers_nothing(tier: RemoteTier) -> None:

@@ -183,6 +183,6 @@ async def _begun(ground: Ground) -> Walk:
 
 
 SsdMachine.TestCase.settings = settings(
-    max_examples=40, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=20, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
 )
 test_any_order_of_calls_and_ends = SsdMachine.TestCase

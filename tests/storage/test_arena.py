@@ -2,7 +2,6 @@
 
 import errno
 import fcntl
-import gc
 import mmap
 import os
 import subprocess
@@ -15,6 +14,7 @@ import pytest
 from kvservice.model.cache import Extent
 from kvservice.model.errors import CapacityError, InvalidInputError
 from kvservice.storage.arena import Arena, attach_arena
+from tests.descriptors import nothing_left_open
 
 ATTACH_AND_WRITE = """
 import sys
@@ -133,11 +133,8 @@ def test_memory_that_is_not_granted_is_an_error_and_leaves_nothing_open(
         raise OSError(errno.ENOMEM, "refused")
 
     monkeypatch.setattr(call, refuse)
-    gc.collect()  # what earlier tests left
-    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
-    with pytest.raises(CapacityError, match=message):
+    with nothing_left_open(), pytest.raises(CapacityError, match=message):
         Arena(4096, is_prefaulted=True)
-    assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
 
 
 def test_mapping_memory_goes_with_the_last_view() -> None:

@@ -35,16 +35,17 @@ def bounds_of(view: Bytes) -> tuple[int, ...]:
 
 @given(st.data())
 def test_each_layer_is_told_once_and_when_its_last_byte_is_there(data: st.DataObject) -> None:
-    view, there, told = record(), set[int](), list[int]()
+    view, told = record(), list[int]()
+    there = np.zeros(len(view), bool)
     bounds, sections = bounds_of(view), Sections(view, lambda: bounds_of(view))
     cuts = sorted(data.draw(st.sets(st.integers(1, len(view) - 1), max_size=40)))
     parts = data.draw(st.permutations(list(pairwise([0, *cuts, len(view)]))))
     for start, end in parts:
-        there |= set(range(start, end))
+        there[start:end] = True
         new = sections.arrived(start, end)
         told += new
-        until = next((at for at in range(len(view)) if at not in there), len(view))
-        whole = [one for one in range(GEOMETRY.layers) if there.issuperset(range(*bounds[one : one + 2]))]
+        until = len(view) if there.all() else int(there.argmin())
+        whole = [one for one in range(GEOMETRY.layers) if there[slice(*bounds[one : one + 2])].all()]
         assert new == sorted(new)
         assert set(told) <= set(whole)
         assert sorted(told) == whole or not is_head_here(view, until)

@@ -23,6 +23,7 @@ from kvservice.model.errors import ConfigError, DiskError, DiskFullError, Invali
 from kvservice.storage import disk as disk_module
 from kvservice.storage.buffer import Bytes
 from kvservice.storage.disk import BLOCK_BYTES, SMALL_BYTES_MAX, Disk, File, RealDisk, block_buffer
+from tests.descriptors import nothing_left_open, opened
 from tests.storage.faulty_disk import FaultyDisk
 
 HOLD_LOCK = """
@@ -49,10 +50,6 @@ def content(file: File, first: int = 0, count: int | None = None) -> Bytes:
     buffer = block_buffer(file.size_bytes if count is None else count * BLOCK_BYTES)
     file.read_into(first * BLOCK_BYTES, [buffer])
     return buffer
-
-
-def open_descriptors() -> set[str]:
-    return {f"{entry.name} {entry.readlink()}" for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()}
 
 
 @pytest.fixture(params=["disk", "tmpfs", "faulty"])
@@ -283,11 +280,9 @@ def test_the_folder_is_made_private_but_not_its_parent(real: RealDisk, tmp_path:
 def test_a_folder_that_cannot_be_written_stops_the_boot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    before = open_descriptors()
     monkeypatch.setattr(RealDisk, "_open", fail(number))
-    with pytest.raises(ConfigError, match=f"{tmp_path}: {os.strerror(number)}"):
+    with nothing_left_open(), pytest.raises(ConfigError, match=f"{tmp_path}: {os.strerror(number)}"):
         RealDisk(tmp_path)
-    assert open_descriptors() == before
 
 
 def test_a_probe_leaves_nothing_and_says_once_what_works(real: RealDisk, caplog: pytest.LogCaptureFixture) -> None:
@@ -440,10 +435,9 @@ def test_another_process_with_the_lock_is_named_and_its_death_frees_it(real: Rea
     with other:
         assert other.stdout
         assert other.stdout.readline() == b"locked\n"
-        before = open_descriptors()
-        with pytest.raises(ConfigError, match=rf"ssd is in use by the other one \(process {other.pid}\); stop it"):
+        said = rf"ssd is in use by the other one \(process {other.pid}\); stop it"
+        with nothing_left_open(), pytest.raises(ConfigError, match=said):
             real.lock("this one")
-        assert open_descriptors() == before
         other.kill()
     assert (real.folder / "lock").read_text() == f"{other.pid} the other one\n"
     real.lock("this one")
@@ -461,7 +455,7 @@ def test_a_descriptor_copied_into_a_forked_child_does_not_keep_the_lock(real: Re
 
 
 def test_no_descriptor_is_inherited_or_left_open(tmp_path: Path) -> None:
-    before = open_descriptors()
+    before = opened()
     disk = RealDisk(tmp_path)
     disk.lock("this one")
     file = disk.open("slab.kv", BLOCK_BYTES)
@@ -471,10 +465,10 @@ def test_no_descriptor_is_inherited_or_left_open(tmp_path: Path) -> None:
         disk.open("slab.kv", BLOCK_BYTES)
     with pytest.raises(DiskFullError):
         disk.open("other.kv", 1 << 50)
-    opened = open_descriptors() - before
-    assert len(opened) == 3  # folder, lock and slab
-    assert not any(os.get_inheritable(int(line.split()[0])) for line in opened)
+    new = opened() - before
+    assert len(new) == 3  # folder, lock and slab
+    assert not any(os.get_inheritable(int(line.split()[0])) for line in new)
     for _ in range(2):
         file.close()
         disk.close()
-    assert open_descriptors() == before
+    assert not opened() - before

@@ -1,0 +1,25 @@
+"""What code under test left open."""
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+
+def opened() -> set[str]:
+    """Every descriptor of this process with what it stands for; one may go while it is looked at."""
+    gc.collect()  # nodes of earlier tests stand in cycles
+    found = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):
+            found.add(f"{entry.name} {entry.readlink()} {entry.stat().st_ino}")
+    return found
+
+
+@contextmanager
+def nothing_left_open() -> Iterator[None]:
+    """Whatever else is closed meanwhile: what earlier tests left may go at any time."""
+    before = opened()
+    yield
+    left = opened() - before
+    assert not left, f"left open: {sorted(left)}"
