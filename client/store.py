@@ -159,7 +159,7 @@ class StoreCall:
             if known is None and (rows < 0).any():
                 raise SlotError(f"segment {index} at position {segment.position}: a row to store has no slot (-1)")
             base = _base(request.base, index, book, self.identity, meta)
-            item.draft = Draft(meta, rows, base, known, is_known=known is not None)
+            item.draft = Draft(self.identity, meta, rows, base, known, is_known=known is not None)
             if known is not None:
                 _check_known(item.draft, index)
 

@@ -2,6 +2,7 @@
 
 A mirror is found by comparing, bit by bit and row by row, what the engine holds with the master moved to where the
 engine holds it. So it is exact whatever produced the KV, and small where most of it was restored from that master.
+A lossy identity rounds what is written, not what is compared: a row that came from the master is still found equal.
 """
 
 from collections.abc import Sequence
@@ -10,10 +11,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from kvservice.client.paged import PagedMemory, Slots
+from kvservice.client.rounding import round_planes
 from kvservice.kernels import cpu
 from kvservice.kernels.shapes import Bits, KernelInputError, MirrorRows, Rotation
 from kvservice.model.cache import CacheMeta, MasterReference
 from kvservice.model.errors import InvalidInputError, NonFiniteError
+from kvservice.model.identity import Identity
 from kvservice.storage.record import (
     RecordLayout,
     RecordReader,
@@ -45,6 +48,7 @@ class Draft:
     they are. ``is_whole``: it is to be stored dense whatever differs.
     """
 
+    identity: Identity
     meta: CacheMeta
     slots: Slots
     base: RecordReader | None = None
@@ -113,13 +117,16 @@ class Draft:
         writer = RecordWriter(buffer, meta, layout)
         for layer in range(meta.geometry.layers):
             if self.is_rebuilt:
-                self._rebuild(layer, rotations[layer], writer.master_planes(layer))
+                targets = writer.master_planes(layer)
+                self._rebuild(layer, rotations[layer], targets)
             elif self.diff is None:
-                self._gather(memory, layer, writer.master_planes(layer))
+                targets = writer.master_planes(layer)
+                self._gather(memory, layer, targets)
             else:
                 targets = writer.mirror_rows(layer, self.diff.runs[layer])
                 for target, found in zip(targets, self.diff.rows[layer], strict=True):
                     np.copyto(target, found)
+            round_planes(self.identity, targets)
         return writer.finish()
 
     def _layer_runs(self, layer: int, rotation: Rotation, member: Sequence[Bits]) -> list[cpu.Runs]:

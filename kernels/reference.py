@@ -165,6 +165,17 @@ def runs_of(is_different: npt.NDArray[np.bool_]) -> Runs:
     return np.stack([first, end - first], axis=1).astype(np.int32)
 
 
+def round_to_8_bits(heads: Tensor) -> Tensor:
+    """Heads ``[..., head_size]`` as they come back from 8 bits a value; the law is in ``cpu_int8``."""
+    wide = widen(heads)
+    largest = wide.abs().amax(-1, keepdim=True)
+    step = torch.where(largest > 0, largest, 1.0) / 127
+    rounded = narrow(torch.round(wide / step) * step, heads.dtype)
+    is_small = largest <= 2.0**-100 if heads.dtype == torch.bfloat16 else largest == 0
+    rounded = torch.where(is_small | (rounded == 0), torch.zeros_like(heads), rounded)  # zeros have no sign
+    return torch.where(torch.isfinite(largest), rounded, heads)
+
+
 def bits(values: Tensor) -> Tensor:
     """Storage bits as integers of the same width."""
     return values.view(torch.int32 if values.dtype == torch.float32 else torch.int16)

@@ -24,6 +24,7 @@ _ADVICE = {
     "model": "give both engines the same `model` option if it is one model under two names, else they cannot share",
     "weights": "give both engines the same `weights` option if their weights are equal, else they cannot share",
     "kv_scales": 'give both engines the same KV scales; without scales it is "none"',
+    "lossy": "what one stores is rounded, the other wants exact KV: give both engines the same `lossy` option",
     "format_version": "run the same version of kvservice on both sides",
     "salt": "what else changes KV differs: start both engines with the same types, quantisation and overrides",
     "adapter": "caches of an adapter are found only with that adapter; use the same name and the same files in both",

@@ -17,7 +17,12 @@ Namespace = NewType("Namespace", bytes)
 T = TypeVar("T")
 
 FORMAT_VERSION = 1
+INT8 = "int8"
+"""Lossy storage: every head of every row is rounded to 8 bits a value when it is stored; see kernels/cpu_int8.py."""
+INT8_DTYPES = ("bfloat16", "float16")
 IDENTITY_BYTES_MAX = 1 << 20
+OPTIONAL = ("adapter", "kv_scales", "shard", "salt", "lossy", "format_version")
+"""Fields that an identity's JSON may leave out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +53,7 @@ class Identity:
 
     ``weights``: revision or digest of the weights. ``kv_scales``: policy and digest of KV scales, "none" for
     unscaled types. ``rope``: one descriptor a layer. ``salt``: a caller's own separation inside its tenant.
+    ``lossy``: how stored rows may differ from the engine's: not at all (empty), or INT8.
     """
 
     tenant: str
@@ -59,6 +65,7 @@ class Identity:
     kv_scales: str = "none"
     shard: Shard = Shard()
     salt: str = ""
+    lossy: str = ""
     format_version: int = FORMAT_VERSION
 
     def __post_init__(self) -> None:
@@ -74,6 +81,13 @@ class Identity:
         if self.format_version != FORMAT_VERSION:
             raise InvalidIdentityError(f"identity: format version {self.format_version} is not {FORMAT_VERSION}")
         self._check_rotary_sizes()
+        if self.lossy not in ("", INT8):
+            raise InvalidIdentityError(f"identity: lossy is {self.lossy!r}; leave it empty, or use {INT8!r}")
+        if self.lossy and self.geometry.dtype not in INT8_DTYPES:
+            raise InvalidIdentityError(
+                f"identity: lossy {self.lossy} is for {' and '.join(INT8_DTYPES)}, the KV is {self.geometry.dtype}; "
+                "leave `lossy` empty"
+            )
 
     def _check_rotary_sizes(self) -> None:
         for layer, rope in enumerate(self.rope):
@@ -86,13 +100,21 @@ class Identity:
                     )
 
     @property
+    def is_lossy(self) -> bool:
+        """May what comes back differ from what the engine computed?"""
+        return bool(self.lossy)
+
+    @property
     def pinned_reason(self) -> str:
         """Why caches of this identity cannot be moved; empty if they can."""
         return next((rope.pinned_reason for rope in self.rope if rope.is_pinned), "")
 
     def canonical_json(self) -> str:
-        """The one JSON text of this identity: sorted keys, no spaces, ASCII, shortest floats."""
-        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"), allow_nan=False)
+        """The one JSON text of this identity: sorted keys, no spaces, ASCII, shortest floats; ``lossy`` only if set."""
+        named = asdict(self)
+        if not self.lossy:
+            del named["lossy"]
+        return json.dumps(named, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
     def namespace(self) -> Namespace:
         """BLAKE3-256 of the canonical JSON."""
@@ -119,7 +141,7 @@ def identity_from_json(text: str) -> Identity:
 
 
 def _identity(raw: Mapping[str, object]) -> Identity:
-    _check_names(raw, Identity, "identity", optional=("adapter", "kv_scales", "shard", "salt", "format_version"))
+    _check_names(raw, Identity, "identity", optional=OPTIONAL)
     values = dict(raw)
     geometry = _object(values.pop("geometry"), "geometry")
     rope = values.pop("rope")

@@ -167,7 +167,9 @@ def test_what_decides_kv_decides_the_namespace() -> None:
     assert len({namespace(engine) for engine in engines}) == len(engines)
 
 
-@pytest.mark.parametrize("options", [{"tenant": "t"}, {"model": "m"}, {"weights": "w"}, {"is_shared": False}])
+@pytest.mark.parametrize(
+    "options", [{"tenant": "t"}, {"model": "m"}, {"weights": "w"}, {"is_shared": False}, {"lossy": "int8"}]
+)
 def test_options_that_separate(options: Mapping[str, object]) -> None:
     assert namespace(**options) != namespace()
 

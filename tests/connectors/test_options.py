@@ -28,6 +28,7 @@ def test_every_option_can_be_given() -> None:
             "is_async": False,
             "weights": "abc",
             "tenant": "t",
+            "lossy": "int8",
             "load_deadline_s": 3,
             "adapters": {"sql": "1f"},
         },
@@ -36,6 +37,7 @@ def test_every_option_can_be_given() -> None:
     assert (options.is_async, options.weights, options.load_deadline_s) == (False, "abc", 3.0)
     assert type(options.load_deadline_s) is float
     assert options.adapters == {"sql": "1f"}
+    assert options.lossy == "int8"
 
 
 @pytest.mark.parametrize(
@@ -57,6 +59,7 @@ def test_every_option_can_be_given() -> None:
         ("lookup_deadline_s", float("nan"), "must be above 0 and finite"),
         ("weights", 5, "must be a text"),
         ("tenant", "", "tenant must not be empty"),
+        ("lossy", "int4", """lossy is 'int4'; leave it out for exact KV, or give "int8\""""),
         ("adapters", ["a"], "must be an object of texts"),
         ("adapters", {"a": 1}, "must be an object of texts"),
         ("address", "/run/kvservice.sock", "neither"),

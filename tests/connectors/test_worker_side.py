@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from kvservice.client.connectors.vllm.chunks import Chunk, ChunkChain
 from kvservice.client.connectors.vllm.lookups import query
 from kvservice.client.connectors.vllm.metadata import LoadOrder, SaveOrder, StepOrders
 from kvservice.client.connectors.vllm.records import ChunkReader
+from kvservice.kernels.cpu_int8 import round_rows
 from kvservice.model.errors import CorruptError
 from kvservice.storage.record_header import MAGIC
 from kvservice.wire.v1 import cache_pb2 as wire
@@ -20,6 +22,7 @@ from tests.client.builders import make_settings
 from tests.connectors.mini_engine import (
     BLOCK,
     GEOMETRY,
+    HEAD_SIZE,
     LAYERS,
     NAMES,
     Bits,
@@ -45,7 +48,7 @@ class World:
     """Two engines of one model: what the first saves the second loads."""
 
     def __init__(self, address: str, name: str, **options: Any) -> None:
-        self.identity = engine_identity(name)
+        self.identity = replace(engine_identity(name), lossy=options.get("lossy", ""))
         self.chunks = ChunkChain([self.identity.namespace()], 8, BLOCK).extend(TOKENS)
         self.first, self.second = FakePaged(BLOCKS, 1), FakePaged(BLOCKS, 2)
         self.saver = Sides(address, self.first, identity=self.identity, **options)
@@ -130,6 +133,17 @@ def test_exactly_the_asked_rows_are_written(world: World, start: int, end: int) 
     assert world.load(world.order(start=start, end=end)) == ({"a"}, set(), set())
     assert_moved(world, start, end, before)
     assert world.loader.counts.total("tokens_loaded") == end - start
+
+
+def test_a_lossy_engine_saves_rounded_rows(service: Service, request: pytest.FixtureRequest) -> None:
+    world = World(f"unix:{service.addresses.socket}", request.node.name, lossy="int8")
+    world.save()
+    assert world.load(world.order()) == ({"a"}, set(), set())
+    for layer, planes in enumerate(rows(world.first, slots(FROM))):
+        for plane, wanted in enumerate(planes):
+            round_rows(wanted, HEAD_SIZE, "bfloat16")
+            assert np.array_equal(world.second.rows(layer, plane, slots(TO)), wanted)
+    world.close()
 
 
 def test_blocks_may_be_reused_as_soon_as_the_step_has_ended(world: World) -> None:

@@ -50,6 +50,7 @@ CHANGES: dict[str, Change] = {
     "model": with_field(model="qwen"),
     "weights": with_field(weights="r2"),
     "kv_scales": with_field(kv_scales="per-head:1f"),
+    "lossy": with_field(lossy="int8"),
     "adapter.name": with_field(adapter=Adapter("text", "1f")),
     "adapter.digest": with_field(adapter=Adapter("sql", "2e")),
     "adapter": with_field(adapter=None),

@@ -34,6 +34,7 @@ OTHERS = {
     "shard": make_identity(shard=Shard(1, 2)),
     "pipeline": make_identity(shard=Shard(0, 1, 1, 2)),
     "salt": make_identity(salt="s"),
+    "lossy": make_identity(lossy="int8"),
     "dtype": make_identity(geometry=attention_geometry(layers=2, heads=2, head_size=32, dtype="float16")),
     "heads": make_identity(geometry=attention_geometry(layers=2, heads=4, head_size=32, dtype="bfloat16")),
     "one layer's rope": make_identity(
@@ -181,3 +182,32 @@ def test_opaque_rows_are_at_least_one_byte_and_do_not_rotate() -> None:
         opaque_geometry(0)
     with pytest.raises(InvalidIdentityError, match="rotates"):
         Geometry(1, "uint8", (Plane("rows", 1, 8, rotary_size=4),))
+
+
+# Lossy storage
+
+
+def test_an_exact_identity_does_not_speak_of_loss_so_that_its_namespace_stays() -> None:
+    assert "lossy" not in json.loads(make_identity().canonical_json())
+    assert not make_identity().is_lossy
+    assert json.loads(make_identity(lossy="int8").canonical_json())["lossy"] == "int8"
+    assert make_identity(lossy="int8").is_lossy
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"lossy": "int4"}, "lossy is 'int4'; leave it empty, or use 'int8'"),
+        ({"lossy": "int8", "geometry": attention_geometry(layers=2, heads=2, head_size=32, dtype="float32")}, "float32"),
+        ({"lossy": "int8", "geometry": opaque_geometry(64), "rope": (opaque_rope(),)}, "the KV is uint8"),
+    ],
+)
+def test_a_loss_that_cannot_be_is_refused(changes: dict[str, object], says: str) -> None:
+    with pytest.raises(InvalidIdentityError, match=says):
+        make_identity(**changes)
+
+
+def test_a_loss_must_be_a_text() -> None:
+    raw = json.loads(make_identity().canonical_json()) | {"lossy": 8}
+    with pytest.raises(InvalidIdentityError, match="lossy must be a str"):
+        identity_from_json(json.dumps(raw))

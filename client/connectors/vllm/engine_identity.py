@@ -172,6 +172,7 @@ def _identities(config: Any, spec: Any, parts: list[range], options: ConnectorOp
                 geometry,
                 rope,
                 shard=Shard(tp_rank, tensor_ranks, pp_rank, len(parts)),
+                lossy=options.lossy,
                 salt=_salt(config.model_config, text) + (f";layers={part.start}-{part.stop}" if len(parts) > 1 else ""),
             )
 

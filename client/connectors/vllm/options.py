@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 
 from kvservice.client.connectors.option_checks import check_tenant, may_be_none, read_options, why
 from kvservice.client.connectors.service_options import ServiceOptions
+from kvservice.model.errors import ConfigError
+from kvservice.model.identity import INT8
 
 WHERE = "kv_connector_extra_config"
 
@@ -41,6 +43,10 @@ class ConnectorOptions(ServiceOptions):
     adapters: Mapping[str, str] = field(
         default_factory=dict,
         metadata=why("digest or revision of LoRA adapters by name; others are read from their folders"),
+    )
+    lossy: str = field(
+        default="",
+        metadata=why('"int8": what is stored is rounded to 8 bits a value, half the bytes on slow links; empty: exact'),
     )
     tenant: str = field(default="default", metadata=why("whose caches these are; tenants never share"))
     identity_file: str = field(
@@ -103,5 +109,7 @@ class ConnectorOptions(ServiceOptions):
         options = cls(**{"address": ""} | read_options(cls, extra, WHERE))
         options.check_service(WHERE)
         check_tenant(options.tenant, WHERE)
+        if options.lossy not in ("", INT8):
+            raise ConfigError(f'{WHERE}: lossy is {options.lossy!r}; leave it out for exact KV, or give "{INT8}"')
         blocks = -(-options.chunk_tokens // block_size)
         return replace(options, chunk_tokens=blocks * block_size)

@@ -17,6 +17,7 @@ from kvservice.client.connectors.vllm.link import LOST, Link
 from kvservice.client.connectors.vllm.metadata import SaveOrder
 from kvservice.client.connectors.vllm.metrics import Counts
 from kvservice.client.connectors.vllm.staging import Draft, Gathered, Staging
+from kvservice.client.rounding import round_planes
 from kvservice.client.session import Session
 from kvservice.model.cache import CacheMeta
 from kvservice.model.errors import KVServiceError
@@ -174,8 +175,10 @@ class Saves:
     ) -> wire.CommitItem:
         writer = RecordWriter(session.write_view(reserved.extent), meta, layout)
         for layer, planes in enumerate(draft.planes):
-            for target, rows in zip(writer.master_planes(layer), planes, strict=True):
+            targets = writer.master_planes(layer)
+            for target, rows in zip(targets, planes, strict=True):
                 np.copyto(target, rows)
+            round_planes(self._identity, targets)
         written = writer.finish()
         return wire.CommitItem(reservation_id=reserved.id, header_checksum=written.header_checksum)
 

@@ -61,7 +61,7 @@ def warm_up(paged: EnginePaged, identity: Identity) -> None:
 
 def _compare(identity: Identity, master: RecordReader, by: int) -> None:
     """Find and rebuild a difference, as a store does where nobody knows the rows, and where their master went."""
-    draft = Draft(replace(master.meta, position=by), np.arange(master.meta.tokens), master)
+    draft = Draft(identity, replace(master.meta, position=by), np.arange(master.meta.tokens), master)
     planes = [[plane.copy() for plane in master.master_planes(layer)] for layer in range(identity.geometry.layers)]
     memory, rotations = StagedRows(identity, planes), layer_rotations(identity)
     draft.find_diff(memory, rotations)
