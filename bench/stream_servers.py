@@ -201,6 +201,8 @@ class ArenaHost:
 class ArenaHeld:
     """A slot; nothing moves it."""
 
+    may_pack = False
+
     def __init__(self, source: Source, record_bytes: int) -> None:
         self.source = source
         self.record_bytes = record_bytes

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvservice.model.errors import KVServiceError, UnavailableError
 from kvservice.peers.frames import Header
+from kvservice.peers.packing import PackedCounters
 from kvservice.peers.streams_channel import Channel
 
 if TYPE_CHECKING:
@@ -42,7 +43,8 @@ class Call:
     """One request. ``on_done`` is called once, from any thread. ``expected_bytes``: of its answer, or of its record.
 
     ``is_record``: it moves a record. ``is_alone``: nothing may be sent behind it before it is done. ``asked_bytes``: of
-    a question, about. ``unseen_bytes``: of what was given, which the peer may still read unseen.
+    a question, about. ``unseen_bytes``: of what was given, which the peer may still read unseen. ``packed``: what of a
+    record came or went as 8 bits.
     """
 
     is_record = False
@@ -54,6 +56,7 @@ class Call:
         self.expected_bytes = expected_bytes
         self.error: BaseException | None = None
         self.resumes = 0
+        self.packed = PackedCounters()
         self.is_probe = False
         self.on_done: Callable[[], None] = lambda: None
         self.lane: Lane | None = None

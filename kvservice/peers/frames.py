@@ -4,14 +4,18 @@
     opening    := magic:8 version:u16 zero:u16
     frame      := kind:u8 zero:u8 zero:u16 request:u32 message_bytes:u32 payload_bytes:u32 message payload
     request    := find | fetch | store | delete | renew | release | ping     answered in the order in which they came
-    fetch      -> data* | data* error                  the record's bytes from the asked one on; who has them all says
+    fetch      -> part* | part* error                  the record's bytes from the asked one on; who has them all says
                                                        got, which is not answered: until then they stay where they are
-    store      -> go, then data* commit from the caller, then stored | error;   or exists | error
+    store      -> go, then part* commit from the caller, then stored | error;   or exists | error
+    part       := data | packed                        packed if the caller of a fetch asked for it, in a store always
+    packed     : its payload := largest:u16 [heads] q:i8 [heads, head_size]     rows as 8 bits, see kernels/cpu_int8.py,
+                                                       for the next 2 * heads * head_size bytes of the record
 
-    over a unix socket: welcome arena arena, the node's and the caller's; from then on lent may stand for data
+    over a unix socket: welcome arena arena, the node's and the caller's; from then on lent may stand for data, and
+                                                       nothing is packed
 
 Little endian. ``request`` is the caller's number, repeated in all that belongs to it. Messages are those of peer.proto;
-only ``data`` has payload, and no message. A length is checked before room is made for it.
+only ``data`` and ``packed`` have payload, and ``data`` no message. A length is checked before room is made for it.
 """
 
 import enum
@@ -55,6 +59,7 @@ class Kind(enum.IntEnum):
     ARENA = 11
     DATA = 32
     LENT = 33
+    PACKED = 34
     WELCOME = 64
     FOUND = 65
     GO = 66
@@ -79,6 +84,7 @@ MESSAGE_LIMITS = {
     Kind.ARENA: GREETING_BYTES_MAX,
     Kind.DATA: 0,
     Kind.LENT: GREETING_BYTES_MAX,
+    Kind.PACKED: GREETING_BYTES_MAX,
     Kind.WELCOME: GREETING_BYTES_MAX,
     Kind.FOUND: MESSAGE_BYTES_MAX,
     Kind.GO: GREETING_BYTES_MAX,
@@ -89,6 +95,7 @@ MESSAGE_LIMITS = {
     Kind.ERROR: GREETING_BYTES_MAX,
 }
 assert MESSAGE_LIMITS.keys() == set(Kind)
+WITH_PAYLOAD = frozenset({Kind.DATA, Kind.PACKED})
 
 
 class Header(NamedTuple):
@@ -98,6 +105,11 @@ class Header(NamedTuple):
     request: int
     message_bytes: int
     payload_bytes: int
+
+    @property
+    def frame_bytes(self) -> int:
+        """Of all of it."""
+        return HEADER.size + self.message_bytes + self.payload_bytes
 
 
 def pack_opening() -> bytes:
@@ -140,10 +152,13 @@ def _check(kind: Kind, message_bytes: int, payload_bytes: int) -> None:
     limit = MESSAGE_LIMITS[kind]
     if message_bytes > limit:
         raise FrameError(f"a {kind.name} frame says {message_bytes} bytes of message, the limit is {limit}")
-    if (payload_bytes > 0) is not (kind is Kind.DATA) or payload_bytes > DATA_BYTES_MAX:
+    if (payload_bytes > 0) is not (kind in WITH_PAYLOAD) or payload_bytes > DATA_BYTES_MAX:
         raise FrameError(
-            f"a {kind.name} frame says {payload_bytes} bytes of payload; data has 1 to {DATA_BYTES_MAX}, others none"
+            f"a {kind.name} frame says {payload_bytes} bytes of payload; "
+            f"data and packed have 1 to {DATA_BYTES_MAX}, others none"
         )
+    if kind is Kind.PACKED and not message_bytes:
+        raise FrameError("a PACKED frame does not say what it stands for")
 
 
 def parse_message(data: bytes, message: Message) -> None:

@@ -78,6 +78,10 @@ class Held(Protocol):
     def record_bytes(self) -> int:
         """How many."""
 
+    @property
+    def may_pack(self) -> bool:
+        """Are its rows such as have a form of 8 bits?"""
+
     def wait(self, beyond: int) -> int:
         """Wait until more than ``beyond`` bytes from the start on are there and right; how many are.
 

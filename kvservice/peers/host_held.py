@@ -3,6 +3,7 @@
 from kvservice.caches import Cache
 from kvservice.loads import Feed, Load
 from kvservice.model.errors import DiskError, KVServiceError
+from kvservice.model.identity import INT8
 from kvservice.node import Node
 from kvservice.peers.host_loop import LOOP_S_MAX, NodeLoop
 from kvservice.peers.streams_channel import Source
@@ -35,6 +36,11 @@ class NodeHeld:
         """Where the first layer ends in the record, which must have arrived. Raises CorruptError or RecordFormatError
         for what is no record."""
         return self._end_of(1)
+
+    @property
+    def may_pack(self) -> bool:
+        """See Held."""
+        return self._cache.family.space.identity.lossy == INT8
 
     def wait(self, beyond: int) -> int:
         """See Held."""

@@ -4,6 +4,10 @@ The medium in use for a peer and a class of sizes is left when another was predi
 ``better_for_s`` without a break, or when it fails or is gone. So one slow transfer changes nothing, and a link that
 degrades is left within seconds. What is not in use is not measured either: it is tried again, as long as what trials
 cost is a small share of all transfers.
+
+INT8_STREAM is the stream with half the bytes on the wire, for some work at both ends. Before anything came that way it
+is taken for what the stream is known to be: so a slow link has it at once, and a fast one tries it rarely. Bytes are
+always those of the record, whatever goes on the wire.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +26,10 @@ GUESSES: Mapping[Medium, Speed] = {
     Medium.COLD: Speed(3e-2, 5e7),
 }
 """Before anything was measured. Cold: one connection to an object store; trials of large records cost most there."""
+INT8_SHARE = 0.51
+"""Of a record's bytes, what goes on the wire as 8 bits a value, with scales."""
+INT8_BYTES_PER_S = 1e9
+"""About what one core packs, of a record's bytes."""
 SIZE_CLASSES = 5
 """Up to 16 KiB, 256 KiB, 4 MiB, 64 MiB, more: latency decides the first, bandwidth the last."""
 PEERS_MAX = 1024
@@ -56,9 +64,12 @@ class RouteDocument(TypedDict):
     transfers: int
 
 
+_Kind = tuple[int, bool]
+
+
 @dataclass(slots=True)
 class _InUse:
-    """The medium for one peer and class of sizes. ``beaten_since_s``: since when another is clearly better."""
+    """The medium for one peer and kind of transfers. ``beaten_since_s``: since when another is clearly better."""
 
     medium: Medium
     bytes: int
@@ -68,11 +79,14 @@ class _InUse:
 
 @dataclass(slots=True)
 class _Peer:
-    """``tried_s``: when each medium was last tried. ``seconds``, ``bytes``, ``transfers``: of all that was chosen, and
-    ``trial_s``: what trials of each medium cost more than the best would have; all fade with ``BUDGET_HALF_S``."""
+    """``in_use``: by class of sizes, and whether it may be packed. ``tried_s``: when each medium was last tried.
+
+    ``seconds``, ``bytes``, ``transfers``: of all that was chosen, and ``trial_s``: what trials of each medium cost more
+    than the best would have; all fade with ``BUDGET_HALF_S``.
+    """
 
     estimates: dict[Medium, Estimate] = field(default_factory=dict)
-    in_use: dict[int, _InUse] = field(default_factory=dict)
+    in_use: dict[_Kind, _InUse] = field(default_factory=dict)
     failed_until_s: dict[Medium, float] = field(default_factory=dict)
     tried_s: dict[Medium, float] = field(default_factory=dict)
     seconds: float = 0.0
@@ -92,32 +106,38 @@ class _Peer:
 
 
 class Router:
-    """Chooses, and learns from what became of it. ``clock``: monotonic seconds. One thread owns it."""
+    """Chooses, and learns from what became of it. ``clock``: monotonic seconds. One thread owns it.
+
+    ``direction``: whether bytes come "from" peers or go "to" them; each has speeds of its own, and so a router.
+    """
 
     def __init__(
         self,
         clock: Callable[[], float],
         limits: RouteLimits | None = None,
         guesses: Mapping[Medium, Speed] = GUESSES,
+        direction: str = "from",
     ) -> None:
         self.limits = limits or RouteLimits()
         self.log = RouteLog()
         self._clock = clock
         self._guesses = guesses
+        self._direction = direction
         self._peers: dict[str, _Peer] = {}
 
-    def choose(self, peer: str, count: int, media: Sequence[Medium]) -> Choice:
-        """How to move ``count`` bytes from a peer; ``media``: those that can, now. Tell ``done`` or ``failed`` of it.
+    def choose(self, peer: str, count: int, media: Sequence[Medium], *, may_pack: bool = False) -> Choice:
+        """How to move ``count`` bytes; ``media``: those that can, now. Tell ``done`` or ``failed`` of it.
 
-        Raises UnavailableError if there are none.
+        ``may_pack``: may they go as 8 bits, though INT8_STREAM has failed just now? Such transfers have a medium in use
+        of their own. Raises UnavailableError if there are no media.
         """
         if not media:
             raise UnavailableError(f"nothing leads to {peer} now; what it has is a miss")
         now_s, known = self._clock(), self._known(peer)
         predicted = {medium: self._estimate(known, medium).seconds(count) for medium in media}
         usable = [one for one in media if known.failed_until_s.get(one, now_s) <= now_s] or list(media)
-        medium, why = self._pick(known, count, usable, predicted, now_s)
-        choice = Choice(now_s, peer, medium, count, predicted, why)
+        medium, why = self._pick(known, (size_class(count), may_pack), count, usable, predicted, now_s)
+        choice = Choice(now_s, peer, medium, count, predicted, why, direction=self._direction)
         self.log.begin(choice)
         return choice
 
@@ -168,20 +188,25 @@ class Router:
                 transfers=one.transfers,
             )
             for peer, known in self._peers.items()
-            for medium, one in known.estimates.items()
+            for medium, one in [(medium, self._estimate(known, medium)) for medium in list(known.estimates)]
         ]
 
     # State steps
 
     def _pick(
-        self, known: _Peer, count: int, media: Sequence[Medium], predicted: Mapping[Medium, float], now_s: float
+        self,
+        known: _Peer,
+        kind: _Kind,
+        count: int,
+        media: Sequence[Medium],
+        predicted: Mapping[Medium, float],
+        now_s: float,
     ) -> tuple[Medium, Why]:
         best = min(media, key=lambda one: predicted[one])
-        size = size_class(count)
-        in_use = known.in_use.get(size)
+        in_use = known.in_use.get(kind)
         if in_use is None or in_use.medium not in media:
             if in_use is None or in_use.medium in predicted:  # it failed, rather than that it was not offered now
-                known.in_use[size] = _InUse(best, count, media)
+                known.in_use[kind] = _InUse(best, count, media)
             return best, Why.FALLBACK if in_use is not None else Why.ONLY if len(media) == 1 else Why.FIRST
         in_use.bytes, in_use.media = count, media
         if len(media) == 1:
@@ -190,7 +215,7 @@ class Router:
         self._watch(known, in_use, now_s)
         since_s = in_use.beaten_since_s
         if since_s is not None and now_s - since_s >= self.limits.better_for_s:
-            known.in_use[size] = _InUse(best, count, media)
+            known.in_use[kind] = _InUse(best, count, media)
             return best, Why.SWITCHED
         trial = self._trial(known, in_use, predicted, now_s)
         if trial is not None:
@@ -247,9 +272,15 @@ class Router:
 
     def _estimate(self, known: _Peer, medium: Medium) -> Estimate:
         found = known.estimates.get(medium)
-        if found is None:
-            found = known.estimates[medium] = Estimate(self._guesses[medium])
+        if found is None or (medium is Medium.INT8_STREAM and not found.transfers):
+            found = known.estimates[medium] = Estimate(self._guess(known, medium))
         return found
+
+    def _guess(self, known: _Peer, medium: Medium) -> Speed:
+        if medium is not Medium.INT8_STREAM:
+            return self._guesses[medium]
+        stream = self._estimate(known, Medium.STREAM)
+        return Speed(stream.latency_s, min(stream.bytes_per_s / INT8_SHARE, INT8_BYTES_PER_S))
 
 
 def size_class(count: int) -> int:

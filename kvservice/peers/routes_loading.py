@@ -14,7 +14,6 @@ from enum import StrEnum
 from itertools import groupby
 from typing import NamedTuple
 
-from kvservice.model.identity import Identity
 from kvservice.peers.routes_estimate import Speed
 
 
@@ -121,21 +120,3 @@ def _why(is_loaded: Sequence[bool]) -> WhyLoad:
     if all(is_loaded):
         return WhyLoad.ALL_SOONER
     return WhyLoad.PART_SOONER if any(is_loaded) else WhyLoad.COMPUTE_SOONER
-
-
-class LossyVerdict(NamedTuple):
-    """May KV of an identity be narrowed on a slow link?"""
-
-    is_allowed: bool
-    reason: str
-
-
-def may_be_lossy(identity: Identity) -> LossyVerdict:
-    """Never so far: an identity has no field that allows loss, and without its word what is stored comes back exactly.
-
-    Loss that is not in the identity would be served to engines that were promised exact bytes.
-    """
-    return LossyVerdict(
-        is_allowed=False,
-        reason=f"the identity of {identity.model!r} names no lossy storage, so its bytes are moved as they are",
-    )

@@ -16,6 +16,8 @@ class Medium(StrEnum):
     IN_PROCESS = "in_process"
     SHARED_MEMORY = "shared_memory"
     STREAM = "stream"
+    INT8_STREAM = "int8_stream"
+    """The stream, with rows that were rounded to 8 bits sent as such."""
     FLIGHT = "flight"
     COLD = "cold"
 
@@ -41,7 +43,10 @@ class Why(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class Choice:
-    """One decision. ``predicted``: seconds by every medium that was there. ``actual_s``: None until it is done."""
+    """One decision. ``predicted``: seconds by every medium that was there. ``actual_s``: None until it is done.
+
+    ``direction``: "from" the peer or "to" it.
+    """
 
     at_s: float
     peer: str
@@ -51,6 +56,7 @@ class Choice:
     why: Why
     actual_s: float | None = None
     has_failed: bool = False
+    direction: str = "from"
 
     @property
     def predicted_s(self) -> float:
@@ -61,8 +67,8 @@ class Choice:
         others = ", ".join(f"{name} {_ms(s)}" for name, s in self.predicted.items() if name is not self.medium)
         actual = "failed" if self.has_failed else "under way" if self.actual_s is None else _ms(self.actual_s)
         return (
-            f"{self.bytes} bytes from {self.peer} by {self.medium} ({self.why}): predicted {_ms(self.predicted_s)}, "
-            f"actual {actual}; others: {others or 'none'}"
+            f"{self.bytes} bytes {self.direction} {self.peer} by {self.medium} ({self.why}): "
+            f"predicted {_ms(self.predicted_s)}, actual {actual}; others: {others or 'none'}"
         )
 
 

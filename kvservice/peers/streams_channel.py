@@ -30,6 +30,7 @@ from kvservice.peers.frames import (
     parse_header,
     parse_message,
 )
+from kvservice.storage.buffer import Bytes
 from kvservice.storage.mapping import prefault
 from kvservice.storage.remote.contract import OnPiece
 
@@ -122,6 +123,12 @@ class Channel:
             if not count:
                 raise DiskError(f"a file that should be sent ends at {at}, before {last}")
             at += count
+
+    def send_packed(self, request: int, message: Message, payload: Bytes) -> None:
+        """One packed frame."""
+        data = message.SerializeToString()
+        self._sock.sendall(pack_header(Kind.PACKED, request, len(data), len(payload)) + data, self._more)
+        self._sock.sendall(payload.data)
 
     def receive_header(self) -> Header:
         """The next frame's, checked. Raises ClosedError, FrameError."""

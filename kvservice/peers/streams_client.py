@@ -25,6 +25,7 @@ from kvservice.peers.call import Call, SilentError
 from kvservice.peers.frames import Kind
 from kvservice.peers.host import Query
 from kvservice.peers.member import Address, Facts, LocalAddress
+from kvservice.peers.packing import PackedCounters
 from kvservice.peers.pool import Pool
 from kvservice.peers.streams_channel import Source
 from kvservice.peers.streams_client_calls import (
@@ -62,7 +63,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class LinkCounters:
+class LinkCounters(PackedCounters):
     """Of one link. ``resumed``: records that were taken up where a connection broke. ``corrupt``: heads that lied."""
 
     calls: int = 0
@@ -228,10 +229,12 @@ class PeerLink:
 
     # Records
 
-    async def fetch(self, record: RemoteRecord, target: Bytes, on_piece: OnPiece, start: int = 0) -> None:
-        """See Place. Pieces come in order; those that are read in shared memory on two threads, about in order."""
-        name, started_s = record.name, self._clock()
-        call = FetchCall(record, target.data, on_piece, start, self._identities.find(name.namespace))
+    async def fetch(
+        self, record: RemoteRecord, target: Bytes, on_piece: OnPiece, start: int = 0, *, packed: bool = False
+    ) -> None:
+        """See Place. Pieces come in order, those that are lent about so. ``packed``: rows may come as 8 bits."""
+        identities, started_s = self._identities.find(record.name.namespace), self._clock()
+        call = FetchCall(record, target.data, on_piece, start, identities, takes_packed=packed)
         try:
             await self._run(call)
         finally:
@@ -241,21 +244,20 @@ class PeerLink:
         seconds = self._clock() - started_s
         self._on_transfer(Transfer(True, record.record_bytes - start, max(0.0, call.first_s - started_s), seconds))
 
-    async def store(self, parcel: Parcel) -> bool:
-        """See Place."""
-        name, started_s = parcel.name, self._clock()
+    async def store(self, parcel: Parcel, *, packed: bool = False) -> bool:
+        """See Place. ``packed``: rows may go as 8 bits."""
+        name = parcel.name
         key = CacheKey(name.segment, name.context)
         request = WriteRequest(name.namespace, key, len(parcel.view), parcel.master, parcel.prefill_s)
         identity = self._identities.of(parcel.space)
-        return await self.give(request, parcel.view, parcel.header_checksum, identity, started_s)
+        return await self.give(request, parcel.view, parcel.header_checksum, identity, packed=packed)
 
     async def give(
-        self, request: WriteRequest, view: Bytes, header_checksum: int, identity: str, started_s: float | None = None
+        self, request: WriteRequest, view: Bytes, header_checksum: int, identity: str, *, packed: bool = False
     ) -> bool:
         """Give one whole record away; False if its key is held there. ``identity``: canonical JSON."""
-        started_s = self._clock() if started_s is None else started_s
-        identities = {Namespace(request.namespace): identity}
-        call = StoreCall(request, self._source(view), header_checksum, identities)
+        identities, started_s = {Namespace(request.namespace): identity}, self._clock()
+        call = StoreCall(request, self._source(view), header_checksum, identities, packs=packed)
         await self._run(call)
         if call.is_stored:
             self.counters.stored += 1
@@ -295,6 +297,7 @@ class PeerLink:
             raise
         finally:
             pool.outstanding_bytes -= expected
+            self.counters.add_packed(call.packed)
         if call.error is not None:
             self.counters.failed += 1
             raise call.error

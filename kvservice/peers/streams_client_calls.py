@@ -23,6 +23,8 @@ from kvservice.peers.call import Call, ClientSession, StoppedError
 from kvservice.peers.frames import FrameError, Header, Kind
 from kvservice.peers.host import Answer, FoundHead, Query
 from kvservice.peers.member import Facts
+from kvservice.peers.packing import Packer, Piece, Unpacker, pieces_of, send_piece
+from kvservice.peers.packing_kernels import KERNELS
 from kvservice.peers.streams_channel import Channel, Source
 from kvservice.peers.streams_messages import decode_answer, decode_facts, encode_key
 from kvservice.storage.buffer import Bytes
@@ -127,16 +129,29 @@ def _check_answer(query: Query, match: Match, record: RecordHead, master: Record
 
 
 class FetchCall(Call):
-    """Brings a record's bytes from ``at`` on into ``target``. Goes on there when a connection breaks."""
+    """Brings a record's bytes from ``at`` on into ``target``. Goes on there when a connection breaks.
+
+    ``takes_packed``: its rows may come as 8 bits.
+    """
 
     is_record = True
 
     def __init__(
-        self, record: RemoteRecord, target: memoryview, on_piece: OnPiece, start: int, identities: Identities
+        self,
+        record: RemoteRecord,
+        target: memoryview,
+        on_piece: OnPiece,
+        start: int,
+        identities: Identities,
+        *,
+        takes_packed: bool = False,
     ) -> None:
         super().__init__(record.record_bytes - start)
         self.at = start
         self.first_s = 0.0
+        self._takes_packed = takes_packed
+        self._is_packed_welcome = False
+        self._unpacker = Unpacker()
         self._record = record
         self._end = record.record_bytes
         self._target = target
@@ -153,6 +168,7 @@ class FetchCall(Call):
         name, lease = self._record.name, self._record.lease if isinstance(self._record, PeerRecord) else None
         is_own = lease is None or lease.session is session
         self._session = session
+        self._is_packed_welcome = self._takes_packed and not channel.lends and KERNELS.are_ready()
         message = wire.PeerFetch(
             identities=new_identities(self._identities, session),
             namespace=name.namespace,
@@ -161,6 +177,7 @@ class FetchCall(Call):
             lease_id=lease.id if lease is not None and is_own else 0,
             leased=None if lease is None or is_own else wire.PeerLeased(session=lease.session.id, lease_id=lease.id),
             start=self.at,
+            takes_packed=self._is_packed_welcome,
         )
         channel.send(Kind.FETCH, request, message)
 
@@ -173,7 +190,7 @@ class FetchCall(Call):
                 return error_from_code(said.code, said.message)
             if self._session is not None:
                 self._session.registered.update(self._identities)
-            self._receive_data(channel, of_kind(header, Kind.DATA), moved)
+            self._receive_part(channel, header, moved)
             if self.at == self._end:
                 with suppress(OSError):  # all is here: that the connection broke now is the next call's matter
                     channel.send(Kind.GOT, request)
@@ -183,11 +200,7 @@ class FetchCall(Call):
             if header.request != request:
                 raise FrameError(f"a frame of request {header.request} in the middle of {request}")
 
-    def _receive_data(self, channel: Channel, header: Header, moved: Callable[[], None]) -> None:
-        end = self.at + header.payload_bytes
-        if end > self._end:
-            raise FrameError(f"bytes up to {end} of a record of {self._end}")
-
+    def _receive_part(self, channel: Channel, header: Header, moved: Callable[[], None]) -> None:
         def note(first: int, last: int) -> None:
             moved()
             self.first_s = self.first_s or time.monotonic()
@@ -199,26 +212,54 @@ class FetchCall(Call):
                 raise StoppedError(error) from error
 
         try:
-            channel.receive_pieces(self._target, self.at, end, note)
-        except (StoppedError, OSError):
+            if header.kind is Kind.PACKED and self._is_packed_welcome:
+                self._receive_packed(channel, header, note)
+            else:
+                self._receive_data(channel, of_kind(header, Kind.DATA), note)
+        except (StoppedError, FrameError, OSError):
             raise
         except KVServiceError as error:  # this node's own want of memory: no other connection helps
             raise StoppedError(error) from error
         except Exception as error:
             log.exception("bringing a record failed inside this node; please report it")
             raise StoppedError(CapacityError(f"a record was not taken in: {error!r}")) from error
+
+    def _receive_data(self, channel: Channel, header: Header, note: OnPiece) -> None:
+        end = self.at + header.payload_bytes
+        if end > self._end:
+            raise FrameError(f"bytes up to {end} of a record of {self._end}")
+        channel.receive_pieces(self._target, self.at, end, note)
         self.at = end
+
+    def _receive_packed(self, channel: Channel, header: Header, note: OnPiece) -> None:
+        start = self.at
+        end = self._unpacker.receive(channel, header, self._target[: self._end], start)
+        self.packed.note_packed(end - start, header.frame_bytes)
+        note(start, end)
 
 
 class StoreCall(Call):
-    """Gives a record away. ``is_stored`` is False if the peer has its key already."""
+    """Gives a record away. ``is_stored`` is False if the peer has its key already.
+
+    ``packs``: its rows may go as 8 bits.
+    """
 
     is_record = True
     is_alone = True
 
-    def __init__(self, request: WriteRequest, source: Source, header_checksum: int, identities: Identities) -> None:
+    def __init__(
+        self,
+        request: WriteRequest,
+        source: Source,
+        header_checksum: int,
+        identities: Identities,
+        *,
+        packs: bool = False,
+    ) -> None:
         super().__init__(request.record_bytes)
         self.is_stored = False
+        self._packs = packs
+        self._may_pack = False
         self._request = request
         self._source = source
         self._header_checksum = header_checksum
@@ -234,6 +275,7 @@ class StoreCall(Call):
         """See Call."""
         asked, master = self._request, self._request.master
         self._session = session
+        self._may_pack = self._packs and not channel.lends and KERNELS.are_ready()
         message = wire.PeerStore(
             identities=new_identities(self._identities, session),
             namespace=asked.namespace,
@@ -242,6 +284,7 @@ class StoreCall(Call):
             master_context=b"" if master is None else master.context,
             master_generation=0 if master is None else master.generation,
             prefill_s=asked.prefill_s,
+            packs=self._may_pack,
         )
         channel.send(Kind.STORE, request, message)
 
@@ -252,11 +295,11 @@ class StoreCall(Call):
             self._session.registered.update(self._identities)
         if header.kind is Kind.EXISTS:
             return None
-        of_kind(header, Kind.GO)
-        total = self._request.record_bytes
-        self.unseen_bytes = total if channel.lends else 0
-        for first, last in channel.frames_of(self._source, 0, total, STORE_FRAME_BYTES):
-            channel.send_data(header.request, self._source, first, last)
+        go = channel.receive_message(of_kind(header, Kind.GO), wire.PeerGo())
+        self.unseen_bytes = self._request.record_bytes if channel.lends else 0
+        for piece in self._pieces(channel, go.takes_packed):
+            send_piece(channel, header.request, self._source, piece)
+            self.packed.note_piece(piece)
             moved()
         channel.send(Kind.COMMIT, header.request, wire.PeerCommit(header_checksum=self._header_checksum))
         header = channel.receive_header()
@@ -266,6 +309,11 @@ class StoreCall(Call):
         channel.receive_message(of_kind(header, Kind.STORED), wire.PeerStored())
         self.is_stored = True
         return None
+
+    def _pieces(self, channel: Channel, takes_packed: bool) -> Iterator[Piece]:
+        is_packed = self._may_pack and takes_packed
+        packer = Packer(np.frombuffer(self._source.view, np.uint8)) if is_packed else None
+        return pieces_of(channel, self._source, 0, self._request.record_bytes, packer, STORE_FRAME_BYTES)
 
 
 class CountCall(Call):

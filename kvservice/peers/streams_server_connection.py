@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 
+import numpy as np
+
 from kvservice import __version__
 from kvservice.access.principal import Credentials, Principal
 from kvservice.model.errors import ForbiddenError, InvalidInputError, KVServiceError, LimitError, RecordFormatError
@@ -16,6 +18,8 @@ from kvservice.model.identity import Namespace
 from kvservice.peers.frames import MESSAGE_BYTES_MAX, FrameError, Header, Kind
 from kvservice.peers.host import Authorize, Held, Host, HostSession, IsCurrent, Room
 from kvservice.peers.member import Facts
+from kvservice.peers.packing import PackedCounters, Packer, Unpacker, pieces_of, send_piece
+from kvservice.peers.packing_kernels import KERNELS
 from kvservice.peers.streams_channel import Channel, ClosedError
 from kvservice.peers.streams_limits import ServerLimits
 from kvservice.peers.streams_messages import (
@@ -35,7 +39,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class ConnectionCounters:
+class ConnectionCounters(PackedCounters):
     """Requests, and records and their bytes sent and taken."""
 
     requests: int = 0
@@ -268,7 +272,7 @@ class PeerConnection:
         held = self._hold(asked)
         self._unconfirmed[header.request] = [held]
         try:
-            self._send_record(header.request, held, asked.start)
+            self._send_record(header.request, held, asked.start, self._packer(asked, held))
         except KVServiceError:
             self._let_go(header.request)
             raise
@@ -282,22 +286,28 @@ class PeerConnection:
             return self._node.hold(wanted)
         return other.host.hold(wanted._replace(lease_id=leased.lease_id))
 
-    def _send_record(self, request: int, held: Held, start: int) -> None:
+    def _packer(self, asked: wire.PeerFetch, held: Held) -> Packer | None:
+        """What packs the record; None if it goes as it lies."""
+        is_packed = asked.takes_packed and held.may_pack and not self._channel.lends and KERNELS.are_ready()
+        return Packer(np.frombuffer(held.source.view, np.uint8)) if is_packed else None
+
+    def _send_record(self, request: int, held: Held, start: int, packer: Packer | None) -> None:
         at, total = start, held.record_bytes
         if at >= total:
             raise InvalidInputError(f"a record of {total} bytes was asked for from byte {at} on")
         while at < total:
             self._allow(self._limits.host_s, "the node")
             end = held.wait(at)
-            self._send_bytes(request, held, at, end)
+            self._send_bytes(request, held, at, end, packer)
             at = end
         self.counters.sent += 1
 
-    def _send_bytes(self, request: int, held: Held, start: int, end: int) -> None:
-        for first, last in self._channel.frames_of(held.source, start, end):
+    def _send_bytes(self, request: int, held: Held, start: int, end: int, packer: Packer | None = None) -> None:
+        for piece in pieces_of(self._channel, held.source, start, end, packer):
             self._allow(self._limits.slow_s, "a slow reader")
-            self._channel.send_data(request, held.source, first, last)
-            self.counters.sent_bytes += last - first
+            send_piece(self._channel, request, held.source, piece)
+            self.counters.sent_bytes += piece.last - piece.first
+            self.counters.note_piece(piece)
 
     def _got(self, header: Header) -> None:
         if header.request not in self._unconfirmed:
@@ -316,7 +326,8 @@ class PeerConnection:
             self._channel.send(Kind.EXISTS, header.request)
             return
         try:
-            checksum = self._receive_record(header.request, room)
+            takes_packed = asked.packs and not self._channel.lends and KERNELS.are_ready()
+            checksum = self._receive_record(header.request, room, wire.PeerGo(takes_packed=takes_packed))
         except BaseException:
             self._node.abort(room)
             raise
@@ -326,26 +337,34 @@ class PeerConnection:
         self.counters.taken_bytes += len(room.view)
         self._reply(header, Kind.STORED, wire.PeerStored(generation=generation))
 
-    def _receive_record(self, request: int, room: Room) -> int:
+    def _receive_record(self, request: int, room: Room, go: wire.PeerGo) -> int:
         """Fill the room; the header's checksum that the other side commits with."""
-        channel, at, total = self._channel, 0, len(room.view)
+        channel, at, unpacker = self._channel, 0, Unpacker()
         self._allow(self._limits.slow_s, "a slow writer")
-        channel.send(Kind.GO, request)
-        while at < total:
+        channel.send(Kind.GO, request, go)
+        while at < len(room.view):
             self._allow(self._limits.slow_s, "a slow writer")
-            header = channel.receive_header()
-            end = at + header.payload_bytes
-            if header.kind is not Kind.DATA or header.request != request or end > total:
-                raise FrameError(
-                    f"a {header.kind.name} frame to byte {end} where data of a record of {total} should be"
-                )
-            channel.receive_pieces(room.view, at, end, room.arrived)
-            at = end
+            at = self._receive_part(request, room, at, unpacker)
         self._allow(self._limits.slow_s, "a commit")
         header = channel.receive_header()
         if header.kind is not Kind.COMMIT or header.request != request:
             raise FrameError(f"a {header.kind.name} frame where a commit should be")
         return channel.receive_message(header, wire.PeerCommit()).header_checksum
+
+    def _receive_part(self, request: int, room: Room, at: int, unpacker: Unpacker) -> int:
+        """The record's next bytes, as data or packed; up to where."""
+        channel, total = self._channel, len(room.view)
+        header = channel.receive_header()
+        if header.kind is Kind.PACKED and header.request == request and not channel.lends:
+            end = unpacker.receive(channel, header, room.view, at)
+            self.counters.note_packed(end - at, header.frame_bytes)
+            room.arrived(at, end)
+            return end
+        end = at + header.payload_bytes
+        if header.kind is not Kind.DATA or header.request != request or end > total:
+            raise FrameError(f"a {header.kind.name} frame to byte {end} where data of a record of {total} should be")
+        channel.receive_pieces(room.view, at, end, room.arrived)
+        return end
 
     def _delete(self, header: Header) -> None:
         asked = self._channel.receive_message(header, wire.PeerDelete())

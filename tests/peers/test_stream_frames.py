@@ -18,6 +18,7 @@ from kvservice.peers.frames import (
     HEADER,
     MESSAGE_LIMITS,
     OPENING,
+    WITH_PAYLOAD,
     FrameError,
     Kind,
     check_opening,
@@ -52,8 +53,9 @@ def test_a_header_is_read_as_it_was_written_or_never_written(
     kind: Kind, request: int, message_bytes: int, payload_bytes: int
 ) -> None:
     is_right = message_bytes <= MESSAGE_LIMITS[kind] and (
-        1 <= payload_bytes <= DATA_BYTES_MAX if kind is Kind.DATA else payload_bytes == 0
+        1 <= payload_bytes <= DATA_BYTES_MAX if kind in WITH_PAYLOAD else payload_bytes == 0
     )
+    is_right = is_right and (message_bytes > 0 or kind is not Kind.PACKED)
     if is_right:
         assert parse_header(pack_header(kind, request, message_bytes, payload_bytes)) == (
             kind,
@@ -104,6 +106,7 @@ MESSAGES: dict[Kind, Callable[[], bytes]] = {
     Kind.DELETE: lambda: wire.PeerDelete(namespace=b"x" * 32, is_whole_namespace=True).SerializeToString(),
     Kind.RENEW: lambda: wire.PeerRenew(lease_ids=[1, 2], lease_ttl_s=float("nan")).SerializeToString(),
     Kind.RELEASE: lambda: wire.PeerRelease(lease_ids=[2**64 - 1]).SerializeToString(),
+    Kind.PACKED: lambda: wire.PeerPacked(dtype="bfloat16", head_size=6, heads=4).SerializeToString(),
 }
 
 
@@ -114,7 +117,7 @@ def frames(draw: st.DrawFn) -> bytes:
     if shape == "raw":
         return draw(st.binary(max_size=64))
     message = MESSAGES.get(kind, bytes)() if shape == "sensible" else draw(st.binary(max_size=48))
-    payload = draw(st.binary(max_size=32)) if kind is Kind.DATA else b""
+    payload = draw(st.binary(max_size=32)) if kind in WITH_PAYLOAD else b""
     header = HEADER.pack(int(kind), 0, 0, draw(st.integers(0, 5)), len(message), len(payload))
     return header + message + payload
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvservice.wire.v1 import cache_pb2 as kvservice_dot_wire_dot_v1_dot_cache__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ckvservice/wire/v1/peer.proto\x12\x11kvservice.wire.v1\x1a\x1dkvservice/wire/v1/cache.proto\"\xb7\x01\n\tPeerFacts\x12\x0c\n\x04uuid\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x0e\n\x06weight\x18\x04 \x01(\x01\x12\x13\n\x0bis_draining\x18\x05 \x01(\x08\x12\x14\n\x07\x65mpty_s\x18\x06 \x01(\x01H\x00\x88\x01\x01\x12\x13\n\x0b\x66light_port\x18\x07 \x01(\r\x12\x0f\n\x07\x62oot_id\x18\x08 \x01(\t\x12\x12\n\nlocal_path\x18\t \x01(\tB\n\n\x08_empty_s\"i\n\tPeerHello\x12+\n\x05\x66\x61\x63ts\x18\x01 \x01(\x0b\x32\x1c.kvservice.wire.v1.PeerFacts\x12\r\n\x05token\x18\x02 \x01(\t\x12\x0f\n\x07session\x18\x03 \x01(\x0c\x12\x0f\n\x07version\x18\x04 \x01(\t\"\x8b\x01\n\x0bPeerWelcome\x12+\n\x05\x66\x61\x63ts\x18\x01 \x01(\x0b\x32\x1c.kvservice.wire.v1.PeerFacts\x12\x0f\n\x07session\x18\x02 \x01(\x0c\x12\x0f\n\x07version\x18\x03 \x01(\t\x12-\n\x06limits\x18\x04 \x01(\x0b\x32\x1d.kvservice.wire.v1.PeerLimits\"n\n\nPeerLimits\x12\x18\n\x10\x66ind_queries_max\x18\x01 \x01(\r\x12\x18\n\x10record_bytes_max\x18\x02 \x01(\x04\x12\x17\n\x0f\x66\x65tch_bytes_max\x18\x03 \x01(\x04\x12\x13\n\x0b\x66\x65tches_max\x18\x04 \x01(\r\"\x1a\n\tPeerArena\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\")\n\x08PeerLent\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\"*\n\tPeerError\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"\x87\x01\n\x08PeerFind\x12\x12\n\nidentities\x18\x01 \x03(\t\x12-\n\x07queries\x18\x02 \x03(\x0b\x32\x1c.kvservice.wire.v1.PeerQuery\x12\x13\n\x0blease_ttl_s\x18\x03 \x01(\x01\x12\x0e\n\x06wait_s\x18\x04 \x01(\x01\x12\x13\n\x0b\x61head_bytes\x18\x05 \x01(\r\"\xa4\x01\n\tPeerQuery\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\x0f\n\x07segment\x18\x02 \x01(\x0c\x12\x19\n\x11\x61\x63\x63\x65pted_contexts\x18\x03 \x03(\x0c\x12\x10\n\x08position\x18\x04 \x01(\r\x12\x0e\n\x06tokens\x18\x05 \x01(\r\x12\x11\n\tmay_shift\x18\x06 \x01(\x08\x12\x14\n\x0c\x61\x66\x66inity_min\x18\x07 \x01(\r\x12\r\n\x05marks\x18\x08 \x01(\x0c\"\\\n\tPeerFound\x12\x10\n\x08lease_id\x18\x01 \x01(\x04\x12\r\n\x05ttl_s\x18\x02 \x01(\x01\x12.\n\x07\x61nswers\x18\x03 \x03(\x0b\x32\x1d.kvservice.wire.v1.PeerAnswer\"\x9c\x01\n\nPeerAnswer\x12\r\n\x05match\x18\x01 \x01(\r\x12\x13\n\x0bmiss_reason\x18\x02 \x01(\r\x12\x10\n\x08\x61\x66\x66inity\x18\x03 \x01(\r\x12+\n\x06record\x18\x04 \x01(\x0b\x32\x1b.kvservice.wire.v1.PeerHead\x12+\n\x06master\x18\x05 \x01(\x0b\x32\x1b.kvservice.wire.v1.PeerHead\"@\n\x08PeerHead\x12\x0c\n\x04head\x18\x01 \x01(\x0c\x12\x11\n\tprefill_s\x18\x02 \x01(\x01\x12\x13\n\x0b\x61head_bytes\x18\x03 \x01(\r\"\xc0\x01\n\tPeerFetch\x12\x12\n\nidentities\x18\x01 \x03(\t\x12\x11\n\tnamespace\x18\x02 \x01(\x0c\x12(\n\x03key\x18\x03 \x01(\x0b\x32\x1b.kvservice.wire.v1.CacheKey\x12\x12\n\ngeneration\x18\x04 \x01(\x06\x12\x10\n\x08lease_id\x18\x05 \x01(\x04\x12\r\n\x05start\x18\x06 \x01(\x04\x12-\n\x06leased\x18\x07 \x01(\x0b\x32\x1d.kvservice.wire.v1.PeerLeased\"/\n\nPeerLeased\x12\x0f\n\x07session\x18\x01 \x01(\x0c\x12\x10\n\x08lease_id\x18\x02 \x01(\x04\"\xb8\x01\n\tPeerStore\x12\x12\n\nidentities\x18\x01 \x03(\t\x12\x11\n\tnamespace\x18\x02 \x01(\x0c\x12(\n\x03key\x18\x03 \x01(\x0b\x32\x1b.kvservice.wire.v1.CacheKey\x12\x14\n\x0crecord_bytes\x18\x04 \x01(\x04\x12\x16\n\x0emaster_context\x18\x05 \x01(\x0c\x12\x19\n\x11master_generation\x18\x06 \x01(\x06\x12\x11\n\tprefill_s\x18\x07 \x01(\x01\"%\n\nPeerCommit\x12\x17\n\x0fheader_checksum\x18\x01 \x01(\x06\" \n\nPeerStored\x12\x12\n\ngeneration\x18\x01 \x01(\x06\"z\n\nPeerDelete\x12\x12\n\nidentities\x18\x01 \x03(\t\x12\x11\n\tnamespace\x18\x02 \x01(\x0c\x12)\n\x04keys\x18\x03 \x03(\x0b\x32\x1b.kvservice.wire.v1.CacheKey\x12\x1a\n\x12is_whole_namespace\x18\x04 \x01(\x08\"3\n\tPeerRenew\x12\x11\n\tlease_ids\x18\x01 \x03(\x04\x12\x13\n\x0blease_ttl_s\x18\x02 \x01(\x01\" \n\x0bPeerRelease\x12\x11\n\tlease_ids\x18\x01 \x03(\x04\"\x1a\n\tPeerCount\x12\r\n\x05\x63ount\x18\x01 \x01(\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ckvservice/wire/v1/peer.proto\x12\x11kvservice.wire.v1\x1a\x1dkvservice/wire/v1/cache.proto\"\xb7\x01\n\tPeerFacts\x12\x0c\n\x04uuid\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x0e\n\x06weight\x18\x04 \x01(\x01\x12\x13\n\x0bis_draining\x18\x05 \x01(\x08\x12\x14\n\x07\x65mpty_s\x18\x06 \x01(\x01H\x00\x88\x01\x01\x12\x13\n\x0b\x66light_port\x18\x07 \x01(\r\x12\x0f\n\x07\x62oot_id\x18\x08 \x01(\t\x12\x12\n\nlocal_path\x18\t \x01(\tB\n\n\x08_empty_s\"i\n\tPeerHello\x12+\n\x05\x66\x61\x63ts\x18\x01 \x01(\x0b\x32\x1c.kvservice.wire.v1.PeerFacts\x12\r\n\x05token\x18\x02 \x01(\t\x12\x0f\n\x07session\x18\x03 \x01(\x0c\x12\x0f\n\x07version\x18\x04 \x01(\t\"\x8b\x01\n\x0bPeerWelcome\x12+\n\x05\x66\x61\x63ts\x18\x01 \x01(\x0b\x32\x1c.kvservice.wire.v1.PeerFacts\x12\x0f\n\x07session\x18\x02 \x01(\x0c\x12\x0f\n\x07version\x18\x03 \x01(\t\x12-\n\x06limits\x18\x04 \x01(\x0b\x32\x1d.kvservice.wire.v1.PeerLimits\"n\n\nPeerLimits\x12\x18\n\x10\x66ind_queries_max\x18\x01 \x01(\r\x12\x18\n\x10record_bytes_max\x18\x02 \x01(\x04\x12\x17\n\x0f\x66\x65tch_bytes_max\x18\x03 \x01(\x04\x12\x13\n\x0b\x66\x65tches_max\x18\x04 \x01(\r\"\x1a\n\tPeerArena\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\")\n\x08PeerLent\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\"=\n\nPeerPacked\x12\r\n\x05\x64type\x18\x01 \x01(\t\x12\x11\n\thead_size\x18\x02 \x01(\r\x12\r\n\x05heads\x18\x03 \x01(\r\"*\n\tPeerError\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"\x87\x01\n\x08PeerFind\x12\x12\n\nidentities\x18\x01 \x03(\t\x12-\n\x07queries\x18\x02 \x03(\x0b\x32\x1c.kvservice.wire.v1.PeerQuery\x12\x13\n\x0blease_ttl_s\x18\x03 \x01(\x01\x12\x0e\n\x06wait_s\x18\x04 \x01(\x01\x12\x13\n\x0b\x61head_bytes\x18\x05 \x01(\r\"\xa4\x01\n\tPeerQuery\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\x0f\n\x07segment\x18\x02 \x01(\x0c\x12\x19\n\x11\x61\x63\x63\x65pted_contexts\x18\x03 \x03(\x0c\x12\x10\n\x08position\x18\x04 \x01(\r\x12\x0e\n\x06tokens\x18\x05 \x01(\r\x12\x11\n\tmay_shift\x18\x06 \x01(\x08\x12\x14\n\x0c\x61\x66\x66inity_min\x18\x07 \x01(\r\x12\r\n\x05marks\x18\x08 \x01(\x0c\"\\\n\tPeerFound\x12\x10\n\x08lease_id\x18\x01 \x01(\x04\x12\r\n\x05ttl_s\x18\x02 \x01(\x01\x12.\n\x07\x61nswers\x18\x03 \x03(\x0b\x32\x1d.kvservice.wire.v1.PeerAnswer\"\x9c\x01\n\nPeerAnswer\x12\r\n\x05match\x18\x01 \x01(\r\x12\x13\n\x0bmiss_reason\x18\x02 \x01(\r\x12\x10\n\x08\x61\x66\x66inity\x18\x03 \x01(\r\x12+\n\x06record\x18\x04 \x01(\x0b\x32\x1b.kvservice.wire.v1.PeerHead\x12+\n\x06master\x18\x05 \x01(\x0b\x32\x1b.kvservice.wire.v1.PeerHead\"@\n\x08PeerHead\x12\x0c\n\x04head\x18\x01 \x01(\x0c\x12\x11\n\tprefill_s\x18\x02 \x01(\x01\x12\x13\n\x0b\x61head_bytes\x18\x03 \x01(\r\"\xd6\x01\n\tPeerFetch\x12\x12\n\nidentities\x18\x01 \x03(\t\x12\x11\n\tnamespace\x18\x02 \x01(\x0c\x12(\n\x03key\x18\x03 \x01(\x0b\x32\x1b.kvservice.wire.v1.CacheKey\x12\x12\n\ngeneration\x18\x04 \x01(\x06\x12\x10\n\x08lease_id\x18\x05 \x01(\x04\x12\r\n\x05start\x18\x06 \x01(\x04\x12-\n\x06leased\x18\x07 \x01(\x0b\x32\x1d.kvservice.wire.v1.PeerLeased\x12\x14\n\x0ctakes_packed\x18\x08 \x01(\x08\"/\n\nPeerLeased\x12\x0f\n\x07session\x18\x01 \x01(\x0c\x12\x10\n\x08lease_id\x18\x02 \x01(\x04\"\xc7\x01\n\tPeerStore\x12\x12\n\nidentities\x18\x01 \x03(\t\x12\x11\n\tnamespace\x18\x02 \x01(\x0c\x12(\n\x03key\x18\x03 \x01(\x0b\x32\x1b.kvservice.wire.v1.CacheKey\x12\x14\n\x0crecord_bytes\x18\x04 \x01(\x04\x12\x16\n\x0emaster_context\x18\x05 \x01(\x0c\x12\x19\n\x11master_generation\x18\x06 \x01(\x06\x12\x11\n\tprefill_s\x18\x07 \x01(\x01\x12\r\n\x05packs\x18\x08 \x01(\x08\"\x1e\n\x06PeerGo\x12\x14\n\x0ctakes_packed\x18\x01 \x01(\x08\"%\n\nPeerCommit\x12\x17\n\x0fheader_checksum\x18\x01 \x01(\x06\" \n\nPeerStored\x12\x12\n\ngeneration\x18\x01 \x01(\x06\"z\n\nPeerDelete\x12\x12\n\nidentities\x18\x01 \x03(\t\x12\x11\n\tnamespace\x18\x02 \x01(\x0c\x12)\n\x04keys\x18\x03 \x03(\x0b\x32\x1b.kvservice.wire.v1.CacheKey\x12\x1a\n\x12is_whole_namespace\x18\x04 \x01(\x08\"3\n\tPeerRenew\x12\x11\n\tlease_ids\x18\x01 \x03(\x04\x12\x13\n\x0blease_ttl_s\x18\x02 \x01(\x01\" \n\x0bPeerRelease\x12\x11\n\tlease_ids\x18\x01 \x03(\x04\"\x1a\n\tPeerCount\x12\r\n\x05\x63ount\x18\x01 \x01(\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -44,34 +44,38 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PEERARENA']._serialized_end=655
   _globals['_PEERLENT']._serialized_start=657
   _globals['_PEERLENT']._serialized_end=698
-  _globals['_PEERERROR']._serialized_start=700
-  _globals['_PEERERROR']._serialized_end=742
-  _globals['_PEERFIND']._serialized_start=745
-  _globals['_PEERFIND']._serialized_end=880
-  _globals['_PEERQUERY']._serialized_start=883
-  _globals['_PEERQUERY']._serialized_end=1047
-  _globals['_PEERFOUND']._serialized_start=1049
-  _globals['_PEERFOUND']._serialized_end=1141
-  _globals['_PEERANSWER']._serialized_start=1144
-  _globals['_PEERANSWER']._serialized_end=1300
-  _globals['_PEERHEAD']._serialized_start=1302
-  _globals['_PEERHEAD']._serialized_end=1366
-  _globals['_PEERFETCH']._serialized_start=1369
-  _globals['_PEERFETCH']._serialized_end=1561
-  _globals['_PEERLEASED']._serialized_start=1563
-  _globals['_PEERLEASED']._serialized_end=1610
-  _globals['_PEERSTORE']._serialized_start=1613
-  _globals['_PEERSTORE']._serialized_end=1797
-  _globals['_PEERCOMMIT']._serialized_start=1799
-  _globals['_PEERCOMMIT']._serialized_end=1836
-  _globals['_PEERSTORED']._serialized_start=1838
-  _globals['_PEERSTORED']._serialized_end=1870
-  _globals['_PEERDELETE']._serialized_start=1872
-  _globals['_PEERDELETE']._serialized_end=1994
-  _globals['_PEERRENEW']._serialized_start=1996
-  _globals['_PEERRENEW']._serialized_end=2047
-  _globals['_PEERRELEASE']._serialized_start=2049
-  _globals['_PEERRELEASE']._serialized_end=2081
-  _globals['_PEERCOUNT']._serialized_start=2083
-  _globals['_PEERCOUNT']._serialized_end=2109
+  _globals['_PEERPACKED']._serialized_start=700
+  _globals['_PEERPACKED']._serialized_end=761
+  _globals['_PEERERROR']._serialized_start=763
+  _globals['_PEERERROR']._serialized_end=805
+  _globals['_PEERFIND']._serialized_start=808
+  _globals['_PEERFIND']._serialized_end=943
+  _globals['_PEERQUERY']._serialized_start=946
+  _globals['_PEERQUERY']._serialized_end=1110
+  _globals['_PEERFOUND']._serialized_start=1112
+  _globals['_PEERFOUND']._serialized_end=1204
+  _globals['_PEERANSWER']._serialized_start=1207
+  _globals['_PEERANSWER']._serialized_end=1363
+  _globals['_PEERHEAD']._serialized_start=1365
+  _globals['_PEERHEAD']._serialized_end=1429
+  _globals['_PEERFETCH']._serialized_start=1432
+  _globals['_PEERFETCH']._serialized_end=1646
+  _globals['_PEERLEASED']._serialized_start=1648
+  _globals['_PEERLEASED']._serialized_end=1695
+  _globals['_PEERSTORE']._serialized_start=1698
+  _globals['_PEERSTORE']._serialized_end=1897
+  _globals['_PEERGO']._serialized_start=1899
+  _globals['_PEERGO']._serialized_end=1929
+  _globals['_PEERCOMMIT']._serialized_start=1931
+  _globals['_PEERCOMMIT']._serialized_end=1968
+  _globals['_PEERSTORED']._serialized_start=1970
+  _globals['_PEERSTORED']._serialized_end=2002
+  _globals['_PEERDELETE']._serialized_start=2004
+  _globals['_PEERDELETE']._serialized_end=2126
+  _globals['_PEERRENEW']._serialized_start=2128
+  _globals['_PEERRENEW']._serialized_end=2179
+  _globals['_PEERRELEASE']._serialized_start=2181
+  _globals['_PEERRELEASE']._serialized_end=2213
+  _globals['_PEERCOUNT']._serialized_start=2215
+  _globals['_PEERCOUNT']._serialized_end=2241
 # @@protoc_insertion_point(module_scope)

@@ -79,6 +79,16 @@ class PeerLent(_message.Message):
     bytes: int
     def __init__(self, offset: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
 
+class PeerPacked(_message.Message):
+    __slots__ = ("dtype", "head_size", "heads")
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    HEAD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    HEADS_FIELD_NUMBER: _ClassVar[int]
+    dtype: str
+    head_size: int
+    heads: int
+    def __init__(self, dtype: _Optional[str] = ..., head_size: _Optional[int] = ..., heads: _Optional[int] = ...) -> None: ...
+
 class PeerError(_message.Message):
     __slots__ = ("code", "message")
     CODE_FIELD_NUMBER: _ClassVar[int]
@@ -156,7 +166,7 @@ class PeerHead(_message.Message):
     def __init__(self, head: _Optional[bytes] = ..., prefill_s: _Optional[float] = ..., ahead_bytes: _Optional[int] = ...) -> None: ...
 
 class PeerFetch(_message.Message):
-    __slots__ = ("identities", "namespace", "key", "generation", "lease_id", "start", "leased")
+    __slots__ = ("identities", "namespace", "key", "generation", "lease_id", "start", "leased", "takes_packed")
     IDENTITIES_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
@@ -164,6 +174,7 @@ class PeerFetch(_message.Message):
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     LEASED_FIELD_NUMBER: _ClassVar[int]
+    TAKES_PACKED_FIELD_NUMBER: _ClassVar[int]
     identities: _containers.RepeatedScalarFieldContainer[str]
     namespace: bytes
     key: _cache_pb2.CacheKey
@@ -171,7 +182,8 @@ class PeerFetch(_message.Message):
     lease_id: int
     start: int
     leased: PeerLeased
-    def __init__(self, identities: _Optional[_Iterable[str]] = ..., namespace: _Optional[bytes] = ..., key: _Optional[_Union[_cache_pb2.CacheKey, _Mapping]] = ..., generation: _Optional[int] = ..., lease_id: _Optional[int] = ..., start: _Optional[int] = ..., leased: _Optional[_Union[PeerLeased, _Mapping]] = ...) -> None: ...
+    takes_packed: bool
+    def __init__(self, identities: _Optional[_Iterable[str]] = ..., namespace: _Optional[bytes] = ..., key: _Optional[_Union[_cache_pb2.CacheKey, _Mapping]] = ..., generation: _Optional[int] = ..., lease_id: _Optional[int] = ..., start: _Optional[int] = ..., leased: _Optional[_Union[PeerLeased, _Mapping]] = ..., takes_packed: bool = ...) -> None: ...
 
 class PeerLeased(_message.Message):
     __slots__ = ("session", "lease_id")
@@ -182,7 +194,7 @@ class PeerLeased(_message.Message):
     def __init__(self, session: _Optional[bytes] = ..., lease_id: _Optional[int] = ...) -> None: ...
 
 class PeerStore(_message.Message):
-    __slots__ = ("identities", "namespace", "key", "record_bytes", "master_context", "master_generation", "prefill_s")
+    __slots__ = ("identities", "namespace", "key", "record_bytes", "master_context", "master_generation", "prefill_s", "packs")
     IDENTITIES_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
@@ -190,6 +202,7 @@ class PeerStore(_message.Message):
     MASTER_CONTEXT_FIELD_NUMBER: _ClassVar[int]
     MASTER_GENERATION_FIELD_NUMBER: _ClassVar[int]
     PREFILL_S_FIELD_NUMBER: _ClassVar[int]
+    PACKS_FIELD_NUMBER: _ClassVar[int]
     identities: _containers.RepeatedScalarFieldContainer[str]
     namespace: bytes
     key: _cache_pb2.CacheKey
@@ -197,7 +210,14 @@ class PeerStore(_message.Message):
     master_context: bytes
     master_generation: int
     prefill_s: float
-    def __init__(self, identities: _Optional[_Iterable[str]] = ..., namespace: _Optional[bytes] = ..., key: _Optional[_Union[_cache_pb2.CacheKey, _Mapping]] = ..., record_bytes: _Optional[int] = ..., master_context: _Optional[bytes] = ..., master_generation: _Optional[int] = ..., prefill_s: _Optional[float] = ...) -> None: ...
+    packs: bool
+    def __init__(self, identities: _Optional[_Iterable[str]] = ..., namespace: _Optional[bytes] = ..., key: _Optional[_Union[_cache_pb2.CacheKey, _Mapping]] = ..., record_bytes: _Optional[int] = ..., master_context: _Optional[bytes] = ..., master_generation: _Optional[int] = ..., prefill_s: _Optional[float] = ..., packs: bool = ...) -> None: ...
+
+class PeerGo(_message.Message):
+    __slots__ = ("takes_packed",)
+    TAKES_PACKED_FIELD_NUMBER: _ClassVar[int]
+    takes_packed: bool
+    def __init__(self, takes_packed: bool = ...) -> None: ...
 
 class PeerCommit(_message.Message):
     __slots__ = ("header_checksum",)
