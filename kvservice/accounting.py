@@ -5,6 +5,9 @@
 host, ssd, remote: found in the context asked for, from where its bytes come; from SSD if any of them have to be read.
 remote is another node's memory. moved: from another context, in any tier. miss: nothing that would have answered is
 held. error: held and not to be had, or a question that is wrong. State only, owned by the node's thread.
+
+What is found is exact or lossy: refreshed, moved, or anything of a namespace whose identity rounds what is stored. So
+no ledger counts both kinds of namespaces, and an answer costs no look at the identity.
 """
 
 import heapq
@@ -53,6 +56,7 @@ ANSWER_PLACES: dict[str, tuple[int, ...]] = {
     "error": (*(_MISSES + reason for reason in FAILED), _BROKEN_OFF),
 }
 MATCH_PLACES = {match: _places((match,)) for match in Match if match is not Match.NONE}
+_EXACT_PLACES, _APPROXIMATE_PLACES = MATCH_PLACES[Match.EXACT], _places((Match.REFRESHED, Match.SHIFTED))
 MOVED_PLACES = {name: _places((Match.SHIFTED,), (source,)) for source, name in enumerate(SOURCES)}
 FROM_SSD_PLACES = _places((Match.EXACT, Match.REFRESHED, Match.SHIFTED), (1,))
 FROM_REMOTE_PLACES = _places((Match.EXACT, Match.REFRESHED, Match.SHIFTED), (2,))
@@ -75,15 +79,16 @@ def count_at(counts: Sequence[int], places: Iterable[int]) -> int:
 class Ledger:
     """The answers of one namespace, or of those of a tenant that have no ledger of their own.
 
-    ``segments`` and ``tokens``: by place.
+    ``segments`` and ``tokens``: by place. ``lossy``: how all of its namespaces round; empty: none of them does.
     """
 
-    __slots__ = ("model", "namespace", "segments", "tenant", "tokens")
+    __slots__ = ("lossy", "model", "namespace", "segments", "tenant", "tokens")
 
-    def __init__(self, tenant: str, namespace: str, model: str = "") -> None:
+    def __init__(self, tenant: str, namespace: str, model: str = "", lossy: str = "") -> None:
         self.tenant = tenant
         self.namespace = namespace
         self.model = model
+        self.lossy = lossy
         self.segments = [0] * PLACES
         self.tokens = [0] * PLACES
 
@@ -92,11 +97,37 @@ class Ledger:
         self.segments[_BROKEN_OFF] += 1
         self.tokens[_BROKEN_OFF] += tokens
 
-    def take_over(self, other: "Ledger") -> None:
-        """Count what ``other`` counted too: a ledger of sums."""
-        for place in range(PLACES):
-            self.segments[place] += other.segments[place]
-            self.tokens[place] += other.tokens[place]
+
+class LedgerSum:
+    """Of ledgers. ``rounded_segments`` and ``rounded_tokens``: found in the context asked for and not refreshed, but of
+    a namespace that rounds."""
+
+    def __init__(self, ledgers: Iterable[Ledger]) -> None:
+        self.segments = [0] * PLACES
+        self.tokens = [0] * PLACES
+        self.rounded_segments = self.rounded_tokens = 0
+        for one in ledgers:
+            for place in range(PLACES):
+                self.segments[place] += one.segments[place]
+                self.tokens[place] += one.tokens[place]
+            if one.lossy:
+                self.rounded_segments += count_at(one.segments, _EXACT_PLACES)
+                self.rounded_tokens += count_at(one.tokens, _EXACT_PLACES)
+
+    @property
+    def exact_segments(self) -> int:
+        """Found with the very KV that was computed in the context asked for."""
+        return count_at(self.segments, _EXACT_PLACES) - self.rounded_segments
+
+    @property
+    def exact_tokens(self) -> int:
+        """The same in tokens."""
+        return count_at(self.tokens, _EXACT_PLACES) - self.rounded_tokens
+
+    @property
+    def lossy_tokens(self) -> int:
+        """Found with an approximation: refreshed, moved or rounded."""
+        return count_at(self.tokens, _APPROXIMATE_PLACES) + self.rounded_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +136,16 @@ class AccountLimits:
 
     namespaces_max: int = 32
     tenants_max: int = 16
+
+
+class Nameless:
+    """The namespaces of a tenant, or of all without a name, that have no ledger of their own."""
+
+    def __init__(self, tenant: str) -> None:
+        self.exact, self.lossy = Ledger(tenant, OTHER), Ledger(tenant, OTHER, lossy=OTHER)
+
+    def __iter__(self) -> Iterator[Ledger]:
+        return iter((self.exact, self.lossy))
 
 
 class Accounts:
@@ -116,14 +157,14 @@ class Accounts:
 
     def __init__(self, limits: AccountLimits | None = None) -> None:
         self.limits = limits or AccountLimits()
-        self.rest = Ledger(OTHER, OTHER)
+        self.rest = Nameless(OTHER)
         self._named: dict[bytes, Ledger] = {}
-        self._tenants: dict[str, Ledger] = {}  # what their nameless namespaces count
+        self._tenants: dict[str, Nameless] = {}
 
     def __iter__(self) -> Iterator[Ledger]:
         yield from self._named.values()
-        yield from self._tenants.values()
-        yield self.rest
+        for nameless in (*self._tenants.values(), self.rest):
+            yield from nameless
 
     @property
     def named(self) -> dict[bytes, Ledger]:
@@ -138,7 +179,7 @@ class Accounts:
     def of(self, space: Space | None) -> Ledger:
         """Where a prompt of a namespace is counted; None: of one that is not known."""
         if space is None:
-            return self.rest
+            return self.rest.exact
         return self._named.get(space.namespace) or self._name(space) or self._nameless(space)
 
     def note_restored(self, spaces: Iterable[Space]) -> None:
@@ -147,7 +188,8 @@ class Accounts:
             self._name(space)
 
     def _nameless(self, space: Space) -> Ledger:
-        return self._tenants.get(_tenant_of(space), self.rest)
+        nameless = self._tenants.get(_tenant_of(space), self.rest)
+        return nameless.lossy if space.identity.is_lossy else nameless.exact
 
     def _name(self, space: Space) -> Ledger | None:
         """A ledger of its own, if there is room for it and for its tenant."""
@@ -155,10 +197,11 @@ class Accounts:
         if tenant != OTHER and tenant not in self._tenants:
             if len(self._tenants) >= limits.tenants_max:
                 return None
-            self._tenants[tenant] = Ledger(tenant, OTHER)
+            self._tenants[tenant] = Nameless(tenant)
         if len(self._named) >= limits.namespaces_max:
             return None
-        ledger = Ledger(tenant, space.namespace.hex(), space.identity.model[:NAME_CHARS_MAX])
+        identity = space.identity
+        ledger = Ledger(tenant, space.namespace.hex(), identity.model[:NAME_CHARS_MAX], identity.lossy)
         self._named[space.namespace] = ledger
         return ledger
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.text import Text
 
+from kvservice.accounting import OTHER
 from kvservice.text import printable, text_of_bytes
 from kvservice.top_others import other_lines, others_bar, others_of
 from kvservice.top_rates import Document, answers_of
@@ -133,7 +134,9 @@ def _namespaces(namespaces: Mapping[str, Any], room: int) -> Iterator[Text]:
         one, answers = namespaces[name], answers_of(namespaces[name]["segments"])
         found = f"{answers.found / answers.asked:.1%}" if answers.asked else UNKNOWN
         sizes = f"{text_of_bytes(held[name]):>10}{one['asked_segments']:>10}{found:>8}"
-        yield Text(f"{_cut(one['model'], 26)} {_cut(one['tenant'], 14)}{sizes}")
+        lossy = one.get("lossy", "")  # an older node's has none
+        model = one["model"] if lossy in ("", OTHER) else f"{lossy} {one['model']}"
+        yield Text(f"{_cut(model, 26)} {_cut(one['tenant'], 14)}{sizes}")
 
 
 def _bar(name: str, parts: list[tuple[float, str]], note: str, width: int) -> Text:

@@ -161,7 +161,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 "percentunit",
                 (
                     (share(rate("exact_tokens_total"), rate("lookup_tokens_total")), "exact"),
-                    (share(rate("lossy_tokens_total"), rate("lookup_tokens_total")), "refreshed or moved"),
+                    (share(rate("lossy_tokens_total"), rate("lookup_tokens_total")), "refreshed, moved or rounded"),
                 ),
                 top=1,
             ),

@@ -484,9 +484,10 @@ function showNamespaces(namespaces) {
 function namespaceRow(name, one, heldBytes) {
   const row = make("tr"), answered = sum(Object.values(one.segments));
   const found = answered ? percent(foundOf(one.segments) / answered) : "\u2013";
-  const cells = [[one.model, ""], [one.tenant, "wide-only"], [name.slice(0, 12), "wide-only"], [bytes(heldBytes), "number"], [number(one.asked_segments), "number wide-only"], [found, "number"]];
+  const lossy = ["", "other", undefined].includes(one.lossy) ? "" : ` (lossy: ${one.lossy})`;
+  const cells = [[one.model + lossy, ""], [one.tenant, "wide-only"], [name.slice(0, 12), "wide-only"], [bytes(heldBytes), "number"], [number(one.asked_segments), "number wide-only"], [found, "number"]];
   for (const [text, kind] of cells) row.append(make("td", kind, text));
-  row.firstChild.title = `${one.model}, tenant ${one.tenant}`;
+  row.firstChild.title = `${one.model}${lossy}, tenant ${one.tenant}`;
   return row;
 }
 

@@ -20,7 +20,6 @@ from kvservice.peers.directory import Change, Directory, Member
 from kvservice.peers.locality import local_address
 from kvservice.peers.member import Address, Facts, FlightAddress, LocalAddress, MemberState
 from kvservice.peers.membership import Membership, MemberSource
-from kvservice.peers.routes import Router
 from kvservice.peers.routes_log import Medium
 from kvservice.sharing.place import HOT_USES, Carrier, Place
 from kvservice.sharing.routed import RoutedPlace
@@ -54,6 +53,7 @@ class Link(Carrier, Protocol):
 Where = Address | LocalAddress
 OpenLink = Callable[[Any, OnChange], Link]
 """Makes a link to such an address. Raises ConfigError where this node can make none."""
+MakePlace = Callable[[Medium, Link], RoutedPlace]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class Cluster:
     ``openers``: what makes links, by medium; one that is not there is not used. Streams and Arrow Flight lead to listed
     addresses. Further ways are Flight, to nodes that say they have such a port, and shared memory, to nodes that say
     where they can be met on this host (``met_at``). ``own``: what this node says of itself. ``is_self``: does an
-    address lead here? ``cold``: storage behind all nodes.
+    address lead here? ``make_place``: of the first link to a node. ``cold``: storage behind all nodes.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Cluster:
         openers: Mapping[Medium, OpenLink],
         own: Callable[[], Facts],
         is_self: Callable[[Address], bool],
-        router: Router,
+        make_place: MakePlace,
         cold: Place | None = None,
         clock: Callable[[], float] = time.monotonic,
         met_at: Callable[[Facts], LocalAddress | None] = local_address,
@@ -99,7 +99,7 @@ class Cluster:
         self._met_at = met_at
         self._own = own
         self._is_self = is_self
-        self._router = router
+        self._make_place = make_place
         self._clock = clock
         self._pings: dict[Address, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -226,7 +226,7 @@ class Cluster:
         if medium not in self._openers:
             raise ConfigError(f"{address} is an address of a kind that this node does not use ({medium})")
         link = self.links[address] = self._openers[medium](address, partial(self._tell, address))
-        self.places[address] = RoutedPlace(self._router, {medium: link})
+        self.places[address] = self._make_place(medium, link)
         return link
 
     async def _ping(self, address: Address, link: Link) -> None:

@@ -124,11 +124,13 @@ class Finder:
                 by_place.setdefault(places.pop(0), []).append(index)
         asked = {place: [questions[index] for index in some] for place, some in by_place.items()}
         for (place, some), offers in zip(by_place.items(), await self._asking.ask(asked), strict=True):
-            way, speed = place.way, place.speed
+            way, namespaces = place.way, {one.space.namespace for one in asked[place]}
+            speeds = {namespace: place.speed_of(namespace) for namespace in namespaces}
             for index, offer in zip(some, offers, strict=True):
                 if offer is not None:
-                    source = Source(questions[index], place, tries[index])
-                    offered[index] = _Offered(source, Found(questions[index], offer, way, speed))
+                    question = questions[index]
+                    found = Found(question, offer, way, speeds[question.space.namespace])
+                    offered[index] = _Offered(Source(question, place, tries[index]), found)
                     tries[index] = []
 
     async def _begin_all(self, offers: "dict[int, _Offered]", trails: Sequence[_Trail] | None, watch: Watch) -> int:

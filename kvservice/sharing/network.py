@@ -38,11 +38,13 @@ from kvservice.peers.streams_client_dialler import Caller
 from kvservice.peers.streams_limits import LinkLimits
 from kvservice.peers.streams_local_channel import LOCAL_IDLE_S
 from kvservice.peers.streams_local_server import LocalServer
+from kvservice.peers.streams_packed import PackedStream
 from kvservice.peers.streams_server import StreamServer
 from kvservice.peers.weights import Ramp
-from kvservice.sharing.cluster import Alone, Cluster, OnChange, OpenLink
+from kvservice.sharing.cluster import Alone, Cluster, Link, OnChange, OpenLink
 from kvservice.sharing.cold import ColdPlace
 from kvservice.sharing.draining import Drain
+from kvservice.sharing.packed_sums import PackedSums
 from kvservice.sharing.routed import RoutedPlace
 from kvservice.stats.others_document import others_document
 from kvservice.stats.sharing_document import NetworkDocument, network_document
@@ -64,7 +66,9 @@ class Network:
     def __init__(self, settings: Settings, built: BuiltNode, guard: Guard) -> None:
         self.port = self.flight_port = 0
         self.cluster: Cluster | None = None
-        self.router = Router(time.monotonic)
+        self.router, self.given = Router(time.monotonic), Router(time.monotonic, direction="to")
+        """How records come, and how they go."""
+        self._packed = PackedSums()
         self._settings = settings
         self._built = built
         self._node = built.node
@@ -213,7 +217,7 @@ class Network:
             self._openers(),
             self.facts,
             self._is_self,
-            self.router,
+            self._place,
             behind,
         )
         self._node.share(cluster, settings.push, is_gated=settings.is_load_gated)
@@ -236,7 +240,18 @@ class Network:
     def _link(self, address: Address, on_change: OnChange) -> PeerLink:
         caller = Caller(self.facts, self._outgoing.token, self._outgoing.context)
         limits = LinkLimits(deadline_s=self._settings.peer_deadline_s)
-        return PeerLink(address, caller, arena=self._built.arena, limits=limits, on_change=on_change)
+        link = PeerLink(address, caller, arena=self._built.arena, limits=limits, on_change=on_change)
+        self._packed.watch(link, link.counters)
+        return link
+
+    def _place(self, medium: Medium, link: Link) -> RoutedPlace:
+        """Where the node behind a first link is. A stream can pack what was rounded."""
+        packed = PackedStream(link) if medium is Medium.STREAM and isinstance(link, PeerLink) else None
+        return RoutedPlace(self.router, {medium: link}, packed=packed, given=self.given, is_lossy=self._is_lossy)
+
+    def _is_lossy(self, namespace: Namespace) -> bool:
+        space = self._node.catalog.spaces.get(namespace)
+        return space is not None and space.identity.is_lossy
 
     def _local_link(self, address: LocalAddress, on_change: OnChange) -> PeerLink:
         return PeerLink(
@@ -325,7 +340,9 @@ class Network:
             sum(one.connections for one in servers),
             sum(one.refused for one in servers),
             self.router.log,
-            others_document(cluster, storages, self.router, self._node_id.uuid),
+            self.given.log,
+            self._packed.total(one.counters for one in servers),
+            others_document(cluster, storages, self.router, self.given, self._node_id.uuid),
         )
 
     def document(self) -> dict[str, object]:

@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol
 from kvservice.caches import Space
 from kvservice.lookup import Asked
 from kvservice.model.cache import MasterReference
+from kvservice.model.identity import Namespace
 from kvservice.model.segment import CacheKey, SegmentId
 from kvservice.peers.routes_estimate import Speed
 from kvservice.storage.buffer import Bytes
@@ -93,9 +94,8 @@ class Place(Carrier, Protocol):
     def way(self) -> str:
         """What leads there; records that come the same way share its latency."""
 
-    @property
-    def speed(self) -> Speed:
-        """What it gives, as far as was measured."""
+    def speed_of(self, namespace: Namespace) -> Speed:
+        """What it gives of a namespace, as far as was measured."""
 
     @property
     def ahead_bytes(self) -> int:

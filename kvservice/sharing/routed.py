@@ -1,7 +1,8 @@
 """A place that can be reached in several ways, and how its bytes come: by the way that is predicted to be the fastest.
 
 Questions go over the first way, and over another one when that is known to be lost. Every transfer is measured, so that
-the choice, and what loading is said to cost, stand on what was seen; see ``kvservice.peers.routes``.
+the choice, and what loading is said to cost, stand on what was seen; see ``kvservice.peers.routes``. What is given away
+over a stream that can pack is measured too, apart from what comes.
 """
 
 import threading
@@ -12,12 +13,14 @@ from typing import TypeVar
 
 from kvservice.caches import Space
 from kvservice.model.errors import UnavailableError
+from kvservice.model.identity import Namespace
 from kvservice.model.segment import CacheKey
 from kvservice.peers.call import SilentError, UnsettledError
 from kvservice.peers.routes import Router
 from kvservice.peers.routes_estimate import Speed
 from kvservice.peers.routes_log import Medium
 from kvservice.sharing.place import Carrier, Offer, Parcel, Question
+from kvservice.sharing.shares import Shares
 from kvservice.storage.arrival import Contiguous
 from kvservice.storage.buffer import Bytes
 from kvservice.storage.remote.contract import OnPiece, RemoteRecord
@@ -32,10 +35,21 @@ T = TypeVar("T")
 
 class RoutedPlace:
     """See Place. ``ways``: at least one; the first that answers also carries questions, and what is given away if the
-    place does not read that in this node's memory."""
+    place does not read that in this node's memory.
+
+    ``packed``: records over the stream among the ways, with rows as 8 bits, for namespaces of which ``is_lossy`` holds;
+    whoever closes the stream closes it. ``given``: chooses how records go there, where ``packed`` is a choice.
+    """
 
     def __init__(
-        self, router: Router, ways: Mapping[Medium, Carrier], clock: Callable[[], float] = time.monotonic
+        self,
+        router: Router,
+        ways: Mapping[Medium, Carrier],
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        packed: Carrier | None = None,
+        given: Router | None = None,
+        is_lossy: Callable[[Namespace], bool] = lambda _: False,
     ) -> None:
         self.ways = dict(ways)
         self.unused: set[Carrier] = set()
@@ -44,8 +58,12 @@ class RoutedPlace:
         """Records that it took, and their bytes."""
         self._is_slower_than_known = False
         self._router = router
+        self._given = given
+        self._packed: dict[Medium, Carrier] = {} if packed is None else {Medium.INT8_STREAM: packed}
+        self._is_lossy = is_lossy
         self._clock = clock
         self._moved = _Moved()
+        self._shares = Shares(clock)
         self._first, self._main = next(iter(ways.items()))
         self._found_elsewhere: OrderedDict[int, tuple[RemoteRecord, Carrier]] = OrderedDict()
         """What another way than the first one found and has leased, by the record's ``id``."""
@@ -66,9 +84,19 @@ class RoutedPlace:
         return self._moved.total
 
     @property
-    def speed(self) -> Speed:
+    def media(self) -> list[Medium]:
+        """How records can come now."""
+        return list(self._carriers(may_pack=self._can_pack))
+
+    @property
+    def given_media(self) -> list[Medium]:
+        """How records can go there, as far as that is chosen by what was measured."""
+        return [Medium.STREAM, Medium.INT8_STREAM] if self._is_giving_measured else []
+
+    def speed_of(self, namespace: Namespace) -> Speed:
         """See Place: of the fastest way, for large records."""
-        return max((self._router.speed(self.name, medium) for medium in self.ways), key=lambda one: one.bytes_per_s)
+        media = self._carriers(may_pack=self._can_pack and self._is_lossy(namespace))
+        return max((self._router.speed(self.name, medium) for medium in media), key=lambda one: one.bytes_per_s)
 
     @property
     def ahead_bytes(self) -> int:
@@ -101,16 +129,17 @@ class RoutedPlace:
         Transfers that run together share the link: each is taken to have had it for its share of the bytes. A node of
         this host that is silent is frozen: no other way to it is waited for.
         """
-        ways, known = dict(self.ways), _Contiguous(on_piece, start, self._moved)
+        may_pack = self._can_pack and self._is_lossy(record.name.namespace)
+        ways, known = self._carriers(may_pack=may_pack), _Contiguous(on_piece, start, self._moved)
         media = list(ways)
         while True:
             began_s, count = self._clock(), record.record_bytes - known.end
-            choice, before = self._router.choose(self.name, count, media), self._moved.total
+            choice, before = self._router.choose(self.name, count, media, may_pack=may_pack), self._moved.total
             try:
                 await ways[choice.medium].fetch(record, target, known.note, known.end)
             except UnavailableError as error:
                 self._router.failed(choice)
-                media.remove(choice.medium)
+                media = _without(media, choice.medium)
                 is_frozen = choice.medium is Medium.SHARED_MEMORY and isinstance(error, SilentError)
                 if is_frozen or not media:
                     raise
@@ -129,30 +158,73 @@ class RoutedPlace:
 
     async def store(self, parcel: Parcel) -> bool:
         """See Place."""
-        media = sorted(self.ways, key=lambda medium: medium is not Medium.SHARED_MEMORY)
-        is_new = (await self._ask(lambda one: one.store(parcel), [self.ways[medium] for medium in media]))[1]
+        given = self._given if self._is_giving_measured else None
+        is_new = await (self._give(parcel) if given is None else self._give_measured(parcel, given))
         if is_new:
             self.given += 1
             self.given_bytes += len(parcel.view)
         return is_new
+
+    async def _give(self, parcel: Parcel) -> bool:
+        media = sorted(self.ways, key=lambda medium: medium is not Medium.SHARED_MEMORY)
+        return (await self._ask(lambda one: one.store(parcel), [self.ways[medium] for medium in media]))[1]
+
+    async def _give_measured(self, parcel: Parcel, given: Router) -> bool:
+        """Over the stream, packed where that is faster. If it cannot be reached that way: over the others, as ever."""
+        began_s, may_pack = self._clock(), self._is_lossy(parcel.name.namespace)
+        ways = self._carriers(may_pack=may_pack)
+        media = [Medium.STREAM, *(self._packed if may_pack else ())]
+        others = [way for medium, way in self.ways.items() if medium is not Medium.STREAM]
+        while media:
+            choice = given.choose(self.name, len(parcel.view), media, may_pack=may_pack)
+            shared_s = self._shares.begin()
+            try:
+                is_new = await ways[choice.medium].store(parcel)
+            except UnavailableError as error:
+                given.failed(choice)
+                media = _without(media, choice.medium)
+                if self._must_end(error, began_s) or not (media or others):
+                    raise
+            else:
+                if is_new:
+                    given.done(choice, self._shares.now() - shared_s)
+                return is_new
+            finally:
+                self._shares.end()
+        return (await self._ask(lambda one: one.store(parcel), others, began_s))[1]
 
     async def delete(self, space: Space, keys: Sequence[CacheKey] | None) -> int:
         """See Place."""
         return (await self._ask(lambda one: one.delete(space, keys)))[1]
 
     async def _ask(
-        self, question: Callable[[Carrier], Awaitable[T]], ways: Sequence[Carrier] = ()
+        self, question: Callable[[Carrier], Awaitable[T]], ways: Sequence[Carrier] = (), began_s: float | None = None
     ) -> tuple[Carrier, T]:
-        """The answer of the first way that is there, in order. What may have been done is not asked for again: a record
-        that is being written, and is about to be given up, would seem to be there."""
-        began_s, ways = self._clock(), ways or list(self.ways.values())
+        """The answer of the first way that is there, in order. ``began_s``: when ways before these were asked."""
+        began_s, ways = self._clock() if began_s is None else began_s, ways or list(self.ways.values())
         for way in ways[:-1]:
             try:
                 return way, await question(way)
             except UnavailableError as error:
-                if self._clock() - began_s > AT_ONCE_S or isinstance(error, UnsettledError):
+                if self._must_end(error, began_s):
                     raise
         return ways[-1], await question(ways[-1])
+
+    def _must_end(self, error: UnavailableError, began_s: float) -> bool:
+        """Is no other way asked? What may have been done is not asked for again: a record that is being written, and is
+        about to be given up, would seem to be there."""
+        return self._clock() - began_s > AT_ONCE_S or isinstance(error, UnsettledError)
+
+    @property
+    def _can_pack(self) -> bool:
+        return bool(self._packed) and Medium.STREAM in self.ways
+
+    @property
+    def _is_giving_measured(self) -> bool:
+        return self._given is not None and self._can_pack and Medium.SHARED_MEMORY not in self.ways
+
+    def _carriers(self, *, may_pack: bool) -> dict[Medium, Carrier]:
+        return self.ways | self._packed if may_pack else dict(self.ways)
 
     def add_way(self, medium: Medium, way: Carrier) -> None:
         """There is another way now, behind those that were there."""
@@ -167,9 +239,17 @@ class RoutedPlace:
 
     async def close(self) -> None:
         """See Place."""
-        self._router.forget(self.name)
+        for router in (self._router, self._given):
+            if router is not None:
+                router.forget(self.name)
         for way in (*self.ways.values(), *self.unused):
             await way.close()
+
+
+def _without(media: Sequence[Medium], failed: Medium) -> list[Medium]:
+    """Those that are left; as 8 bits nothing comes over a stream that failed."""
+    gone = (failed, Medium.INT8_STREAM) if failed is Medium.STREAM else (failed,)
+    return [medium for medium in media if medium not in gone]
 
 
 class _Moved:

@@ -3,29 +3,24 @@
 asked = host + ssd + remote + moved + miss + error          in segments, and in tokens; see kvservice/accounting.py
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypedDict
 
 from kvservice.accounting import (
     ANSWER_PLACES,
     ERROR_PLACES,
-    MATCH_PLACES,
     MISS_PLACES,
     MISSED,
     MOVED_PLACES,
     OTHER,
-    Ledger,
+    LedgerSum,
     count_at,
 )
 from kvservice.model.identity import Namespace
-from kvservice.model.plan import Match
 from kvservice.totals import Totals
 
 if TYPE_CHECKING:
     from kvservice.node import Node
-
-_EXACT = MATCH_PLACES[Match.EXACT]
-_LOSSY = (*MATCH_PLACES[Match.REFRESHED], *MATCH_PLACES[Match.SHIFTED])
 
 
 class AnswersDocument(TypedDict):
@@ -48,8 +43,9 @@ class AccountingDocument(TypedDict):
     """Counters of all lookups. ``asked_segments`` are counted as questions come in, the rest as they are answered.
 
     ``moved_tokens``: by where the bytes come from. ``missed_tokens`` and ``error_tokens``: by reason.
-    ``exact_tokens``: found with exact KV of the context asked for; ``lossy_tokens``: found refreshed or moved, that is
-    with an approximation; each ratio is that over all tokens asked for, 0 before the first.
+    ``exact_tokens``: found with exact KV of the context asked for; ``lossy_tokens``: found with an approximation, that
+    is refreshed, moved, or of a namespace that rounds what it stores; each ratio is that over all tokens asked for, 0
+    before the first.
     """
 
     asked_segments: int
@@ -88,21 +84,23 @@ class TenantDocument(TypedDict):
 
 
 class NamespaceDocument(TenantDocument):
-    """One namespace, likewise. ``tenant`` and ``model`` are other if it has no name."""
+    """One namespace, likewise. ``lossy``: how it rounds what it stores, empty: not at all. ``tenant``, ``model`` and
+    ``lossy`` are other if it has no name."""
 
     tenant: str
     model: str
+    lossy: str
 
 
-def node_ledger(node: "Node") -> Ledger:
+def node_ledger(node: "Node") -> LedgerSum:
     """All answers of a node."""
-    return _sum(node.accounts)
+    return LedgerSum(node.accounts)
 
 
-def accounting_document(node: "Node", ledger: Ledger) -> AccountingDocument:
+def accounting_document(node: "Node", ledger: LedgerSum) -> AccountingDocument:
     """``ledger``: of the whole node."""
     tokens, asked_tokens = ledger.tokens, sum(ledger.tokens)
-    exact, lossy = count_at(tokens, _EXACT), count_at(tokens, _LOSSY)
+    exact, lossy = ledger.exact_tokens, ledger.lossy_tokens
     return {
         "asked_segments": node.counters.lookups.asked,
         "asked_tokens": asked_tokens,
@@ -125,9 +123,10 @@ def namespaces_document(node: "Node") -> dict[str, NamespaceDocument]:
         space = catalog.spaces.get(Namespace(namespace))
         held = Totals() if space is None else space.totals
         _take(rest, held)
-        found[ledger.namespace] = {**_tenant(ledger, held), "tenant": ledger.tenant, "model": ledger.model}
-    nameless = _sum(one for one in node.accounts if one.namespace == OTHER)
-    found[OTHER] = {**_tenant(nameless, rest), "tenant": OTHER, "model": OTHER}
+        answers = _tenant(LedgerSum([ledger]), held)
+        found[ledger.namespace] = {**answers, "tenant": ledger.tenant, "model": ledger.model, "lossy": ledger.lossy}
+    nameless = LedgerSum(one for one in node.accounts if one.namespace == OTHER)
+    found[OTHER] = {**_tenant(nameless, rest), "tenant": OTHER, "model": OTHER, "lossy": OTHER}
     return found
 
 
@@ -137,19 +136,19 @@ def tenants_document(node: "Node") -> dict[str, TenantDocument]:
     for name in node.accounts.tenants:
         held = node.catalog.tenants.get(name) or Totals()
         _take(rest, held)
-        found[name] = _tenant(_sum(one for one in node.accounts if one.tenant == name), held)
-    found[OTHER] = _tenant(_sum(one for one in node.accounts if one.tenant == OTHER), rest)
+        found[name] = _tenant(LedgerSum(one for one in node.accounts if one.tenant == name), held)
+    found[OTHER] = _tenant(LedgerSum(one for one in node.accounts if one.tenant == OTHER), rest)
     return found
 
 
-def _tenant(ledger: Ledger, held: Totals) -> TenantDocument:
+def _tenant(ledger: LedgerSum, held: Totals) -> TenantDocument:
     return {
         "asked_segments": sum(ledger.segments),
         "asked_tokens": sum(ledger.tokens),
         "segments": _answers(ledger.segments),
         "tokens": _answers(ledger.tokens),
-        "exact_tokens": count_at(ledger.tokens, _EXACT),
-        "lossy_tokens": count_at(ledger.tokens, _LOSSY),
+        "exact_tokens": ledger.exact_tokens,
+        "lossy_tokens": ledger.lossy_tokens,
         "held": {
             "bytes_by_kind": {"master": held.master_bytes, "mirror": held.mirror_bytes},
             "bytes_by_tier": {"host": held.host_bytes, "ssd": held.ssd_bytes},
@@ -169,13 +168,6 @@ def _answers(counts: Sequence[int]) -> AnswersDocument:
         "miss": count_at(counts, ANSWER_PLACES["miss"]),
         "error": count_at(counts, ANSWER_PLACES["error"]),
     }
-
-
-def _sum(ledgers: Iterable[Ledger]) -> Ledger:
-    found = Ledger(OTHER, OTHER)
-    for one in ledgers:
-        found.take_over(one)
-    return found
 
 
 _SUMMED = ("master_bytes", "mirror_bytes", "dense_bytes", "host_bytes", "ssd_bytes", "masters", "mirrors", "families")

@@ -13,7 +13,7 @@ from kvservice.accounting import (
     FROM_SSD_PLACES,
     MATCH_PLACES,
     MISS_PLACES,
-    Ledger,
+    LedgerSum,
     count_at,
 )
 from kvservice.model.plan import Match
@@ -96,13 +96,15 @@ class CachesDocument(TypedDict):
 class LookupsDocument(TypedDict):
     """Counters of segments, by how what was found matches; ``accounting`` has them by where it was found.
 
-    asked = exact + refreshed + shifted + the sum of ``missed`` + broken_off: lookups that ended before they came to it.
+    asked = exact + rounded + refreshed + shifted + the sum of ``missed`` + broken_off: lookups that ended before they
+    came to it. ``rounded``: of the context asked for, in a namespace that rounds what it stores.
     ``from_ssd``: found, and some of it was read from SSD; ``from_remote``: some came from another place.
     """
 
     calls: int
     asked: int
     exact: int
+    rounded: int
     refreshed: int
     shifted: int
     from_ssd: int
@@ -280,12 +282,13 @@ def _caches(node: "Node") -> CachesDocument:
     }
 
 
-def _lookups(node: "Node", ledger: Ledger) -> LookupsDocument:
+def _lookups(node: "Node", ledger: LedgerSum) -> LookupsDocument:
     counts = ledger.segments
     return {
         "calls": node.counters.lookups.calls,
         "asked": node.counters.lookups.asked,
-        "exact": count_at(counts, MATCH_PLACES[Match.EXACT]),
+        "exact": ledger.exact_segments,
+        "rounded": ledger.rounded_segments,
         "refreshed": count_at(counts, MATCH_PLACES[Match.REFRESHED]),
         "shifted": count_at(counts, MATCH_PLACES[Match.SHIFTED]),
         "from_ssd": count_at(counts, FROM_SSD_PLACES),

@@ -85,6 +85,20 @@ def _by(whose: str) -> tuple[MetricSpec, ...]:
     )  # fmt: skip
 
 
+_GIVEN_ROUTES = (
+    _counter("push_route_choices", "Records given where a medium is chosen for that, by medium.",
+             "network", "given_media", "*", "choices", labels=("medium",)),
+    _counter("push_route_failures", "Of these, tries that failed, by medium.",
+             "network", "given_media", "*", "failures", labels=("medium",)),
+    _counter("push_route_bytes", "Bytes of these that were taken, by medium.",
+             "network", "given_media", "*", "bytes", labels=("medium",)),
+    _counter("push_route_predicted_seconds", "Seconds that giving them should take, by medium.",
+             "network", "given_media", "*", "predicted_s", labels=("medium",)),
+    _counter("push_route_actual_seconds", "Seconds that it took, by medium.",
+             "network", "given_media", "*", "actual_s", labels=("medium",)),
+    _counter("push_route_reasons", "Why the medium was chosen.",
+             "network", "given_reasons", "*", labels=("reason",)),
+)  # fmt: skip
 _ANSWER = "host, ssd, remote, moved, miss or error"
 
 METRICS = (
@@ -110,6 +124,8 @@ METRICS = (
     _counter("lookups", "Lookup calls.", "lookups", "calls"),
     _counter("lookup_segments", "Segments asked for.", "lookups", "asked"),
     _counter("lookup_exact", "Segments answered with exact KV of an equal context.", "lookups", "exact"),
+    _counter("lookup_rounded", "Segments answered with KV of an equal context, of a namespace that rounds.",
+             "lookups", "rounded"),
     _counter("lookup_refreshed", "Segments answered with refreshed KV of an equal context.", "lookups", "refreshed"),
     _counter("lookup_shifted", "Segments answered from another context.", "lookups", "shifted"),
     _counter("lookup_missed", "Segments not found, by reason.", "lookups", "missed", "*", labels=("reason",)),
@@ -124,7 +140,8 @@ METRICS = (
         "accounting", "tokens", "*", labels=("answer",),
     ),
     _counter("exact_tokens", "Tokens found with exact KV of the context asked for.", "accounting", "exact_tokens"),
-    _counter("lossy_tokens", "Tokens found refreshed or moved: with an approximation.", "accounting", "lossy_tokens"),
+    _counter("lossy_tokens", "Tokens found with an approximation: refreshed, moved, or of a namespace that rounds.",
+             "accounting", "lossy_tokens"),
     _counter(
         "moved_tokens", "Tokens found in another context, by where their bytes come from.",
         "accounting", "moved_tokens", "*", labels=("source",),
@@ -134,8 +151,8 @@ METRICS = (
     *_by("tenant"),
     *_by("namespace"),
     MetricSpec(
-        "kvservice_namespace_info", "Whose namespace it is; always 1.", ("by_namespace", "*"),
-        labels=("namespace", "tenant", "model"), texts=("tenant", "model"),
+        "kvservice_namespace_info", "Whose namespace it is, and how it rounds; always 1.", ("by_namespace", "*"),
+        labels=("namespace", "tenant", "model", "lossy"), texts=("tenant", "model", "lossy"),
     ),
     _counter("reserved", "Reservations given.", "writes", "reserved"),
     _counter("reserve_existed", "Reservations not needed, since the cache was there.", "writes", "existed"),
@@ -229,6 +246,9 @@ METRICS = (
     _counter("route_actual_seconds", "Seconds that they took, by medium.",
              "network", "media", "*", "actual_s", labels=("medium",)),
     _counter("route_reasons", "Why the medium was chosen.", "network", "reasons", "*", labels=("reason",)),
+    *_GIVEN_ROUTES,
+    _counter("peer_packed_bytes", "Bytes of records that came or went as 8 bits.", "network", "packed_bytes"),
+    _counter("peer_packed_wire_bytes", "Bytes that these took on the wire.", "network", "packed_wire_bytes"),
     _counter("corrupt", "Copies whose bytes were wrong, by tier.", "integrity", "corrupt", "*", labels=("tier",)),
     _counter("scrubbed_caches", "Caches that the scrubber looked at.", "integrity", "scrubbed_caches"),
     _counter("scrubbed_bytes", "Bytes that the scrubber looked at.", "integrity", "scrubbed_bytes"),

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, NamedTuple, TypedDict
 from uuid import UUID
 
 from kvservice.peers.member import Address, MemberState
@@ -22,8 +22,8 @@ UNMET, COLD = "unmet", "cold"
 class WayDocument(TypedDict):
     """One medium. ``latency_s``, ``bytes_per_s``: as measured over ``transfers`` of them; 0: guesses.
 
-    Of the node's last 1,024 decisions those for this way: ``chosen``, how many ``failed``, the ``bytes`` that came, and
-    ``reasons`` why it was chosen.
+    Of the node's last 1,024 decisions those for this way: ``chosen``, how many ``failed``, the ``bytes`` that were
+    moved, and ``reasons`` why it was chosen.
     """
 
     latency_s: float
@@ -41,7 +41,7 @@ class OtherDocument(TypedDict):
 
     ``warmth``: the share of its weight that it has now. ``brought_bytes``: that came from there, also of records that
     did not arrive whole; ``given``, ``given_bytes``: what it took. Both since the address was first used. ``ways``: by
-    medium, those that can be used now.
+    medium, those by which it comes now. ``given_ways``: the same of what is given, where a medium is chosen for it.
     """
 
     uuid: str
@@ -55,20 +55,24 @@ class OtherDocument(TypedDict):
     given: int
     given_bytes: int
     ways: dict[str, WayDocument]
+    given_ways: dict[str, WayDocument]
 
 
 def others_document(
-    cluster: "Cluster | None", storages: Iterable[object], router: Router, own: UUID
+    cluster: "Cluster | None", storages: Iterable[object], router: Router, given: Router, own: UUID
 ) -> list[OtherDocument]:
-    """All but this node (``own``), in bounds: members first, then who left, whom nobody met, and cold storage."""
-    routes = _Routes(router)
+    """All but this node (``own``), in bounds: members first, then who left, whom nobody met, and cold storage.
+
+    ``router``: of what comes; ``given``: of what goes.
+    """
+    routes = _Routes(_Decisions(router), _Decisions(given))
     found = [] if cluster is None else list(_nodes(cluster, routes, own))
     cold = [place for place in storages if isinstance(place, RoutedPlace)]
     return found + [_other(place.name, COLD, place, routes) for place in cold]
 
 
-class _Routes:
-    """What is known of all ways, looked through once."""
+class _Decisions:
+    """What one router knows of all ways, looked through once."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
@@ -77,9 +81,9 @@ class _Routes:
         for choice in router.log.kept:
             self._decisions.setdefault((choice.peer, choice.medium), []).append(choice)
 
-    def ways(self, place: RoutedPlace) -> dict[str, WayDocument]:
+    def ways(self, peer: str, media: Iterable[Medium]) -> dict[str, WayDocument]:
         """By medium, those of one place."""
-        return {medium.value: self._way(place.name, medium) for medium in place.ways}
+        return {medium.value: self._way(peer, medium) for medium in media}
 
     def _way(self, peer: str, medium: Medium) -> WayDocument:
         speed, choices = self._router.speed(peer, medium), self._decisions.get((peer, medium), [])
@@ -92,6 +96,13 @@ class _Routes:
             "bytes": sum(one.bytes for one in choices if one.actual_s is not None and not one.has_failed),
             "reasons": dict(Counter(one.why.value for one in choices)),
         }
+
+
+class _Routes(NamedTuple):
+    """Of what comes, and of what is given."""
+
+    come: _Decisions
+    given: _Decisions
 
 
 def _nodes(cluster: "Cluster", routes: _Routes, own: UUID) -> Iterator[OtherDocument]:
@@ -132,5 +143,6 @@ def _other(address: str, state: str, place: RoutedPlace | None, routes: _Routes)
         "brought_bytes": 0 if place is None else place.brought_bytes,
         "given": 0 if place is None else place.given,
         "given_bytes": 0 if place is None else place.given_bytes,
-        "ways": {} if place is None else routes.ways(place),
+        "ways": {} if place is None else routes.come.ways(place.name, place.media),
+        "given_ways": {} if place is None else routes.given.ways(place.name, place.given_media),
     }

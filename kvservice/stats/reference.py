@@ -35,8 +35,10 @@ Errors: `corrupt` (wrong bytes that others lease), `no_room` (leases leave no ro
 `token_count` and `unknown_namespace` (the client is wrong), `broken_off` (the lookup ended before it came to it).
 
 Hit ratio without approximations: `rate(kvservice_exact_tokens_total) / rate(kvservice_lookup_tokens_total)`. With
-`kvservice_lossy_tokens_total` in its place: what refreshed and moved KV adds. Stored bytes are always exact, mirrors
-too: `kvservice_cache_ratio` loses nothing.
+`kvservice_lossy_tokens_total` in its place: what approximations add. These are refreshed KV, moved KV, and all of a
+namespace whose identity says that its rows are rounded when they are stored (label `lossy` of
+`kvservice_namespace_info`). What is stored comes back bit for bit, mirrors too: `kvservice_cache_ratio` loses nothing,
+and neither do rows that go between nodes as 8 bits (`kvservice_peer_packed_bytes_total`): they were rounded to that.
 
 ## Tenants and namespaces
 

@@ -52,13 +52,14 @@ def _tiers(document: Mapping[str, Any]) -> Table:
 
 def _lookups(document: Mapping[str, Any]) -> Table:
     lookups = document["lookups"]
-    found = lookups["exact"] + lookups["refreshed"] + lookups["shifted"]
+    rounded = lookups.get("rounded", 0)
+    found = lookups["exact"] + rounded + lookups["refreshed"] + lookups["shifted"]
     ssd, remote = lookups["from_ssd"], lookups["from_remote"]
     elsewhere = {"elsewhere": remote} if remote else {}
     counts = {
         "asked": lookups["asked"], "found": found, "in memory": found - ssd - remote, "on SSD": ssd, **elsewhere,
-        "exact": lookups["exact"], "refreshed": lookups["refreshed"], "shifted": lookups["shifted"],
-        "missed": sum(lookups["missed"].values()),
+        "exact": lookups["exact"], **({"rounded": rounded} if rounded else {}), "refreshed": lookups["refreshed"],
+        "shifted": lookups["shifted"], "missed": sum(lookups["missed"].values()),
     }  # fmt: skip
     table = Table(*counts, title="Segments")
     table.add_row(*map(str, counts.values()))

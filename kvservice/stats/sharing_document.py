@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, TypedDict
 
 from kvservice.lookup import FROM_REMOTE
 from kvservice.peers.member import MemberState
-from kvservice.peers.routes_log import MediumDocument, RouteLog, Why
+from kvservice.peers.packing import PackedCounters
+from kvservice.peers.routes_log import MediumDocument, RouteLog
 from kvservice.stats.others_document import OtherDocument
 
 if TYPE_CHECKING:
@@ -52,7 +53,9 @@ class NetworkDocument(TypedDict):
     """Who is there. ``members``: by state, this node too if it is one. ``lost``: peers that are left alone for now.
 
     ``peer_connections``: others' to this node; ``peer_refused``: callers turned away at the peer port. ``media`` and
-    ``reasons``: how bytes came, and why that way. ``others``: all other nodes and cold storage, one by one.
+    ``reasons``: how bytes came, and why that way; ``given_media`` and ``given_reasons``: how what is given went, where
+    a medium is chosen for it. ``packed_bytes``: of records that came or went as 8 bits a value, ``packed_wire_bytes``:
+    what they took on the wire. ``others``: all other nodes and cold storage, one by one.
     """
 
     members: dict[str, int]
@@ -61,12 +64,16 @@ class NetworkDocument(TypedDict):
     peer_refused: int
     media: dict[str, MediumDocument]
     reasons: dict[str, int]
+    given_media: dict[str, MediumDocument]
+    given_reasons: dict[str, int]
+    packed_bytes: int
+    packed_wire_bytes: int
     others: list[OtherDocument]
 
 
 def nobody() -> NetworkDocument:
     """Of a node that shares with nobody."""
-    return network_document(dict.fromkeys(STATES, 0), 0, 0, 0, RouteLog())
+    return network_document(dict.fromkeys(STATES, 0), 0, 0, 0, RouteLog(), RouteLog(), PackedCounters())
 
 
 def network_document(
@@ -75,17 +82,23 @@ def network_document(
     connections: int,
     refused: int,
     log: RouteLog,
+    given: RouteLog,
+    packed: PackedCounters,
     others: Sequence[OtherDocument] = (),
 ) -> NetworkDocument:
-    """All names are there, whatever was seen so far."""
-    routes = log.document()
+    """All names are there, whatever was seen so far. ``log``: of what came; ``given``: of what went."""
+    routes, given_routes = log.document(), given.document()
     return {
         "members": {state.value: members.get(state, 0) for state in STATES},
         "lost": lost,
         "peer_connections": connections,
         "peer_refused": refused,
         "media": routes["media"],
-        "reasons": {why.value: routes["reasons"].get(why.value, 0) for why in Why},
+        "reasons": routes["reasons"],
+        "given_media": given_routes["media"],
+        "given_reasons": given_routes["reasons"],
+        "packed_bytes": packed.packed_bytes,
+        "packed_wire_bytes": packed.packed_wire_bytes,
         "others": list(others),
     }
 

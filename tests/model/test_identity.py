@@ -194,11 +194,14 @@ def test_an_exact_identity_does_not_speak_of_loss_so_that_its_namespace_stays() 
     assert make_identity(lossy="int8").is_lossy
 
 
+FLOAT32 = attention_geometry(layers=2, heads=2, head_size=32, dtype="float32")
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
         ({"lossy": "int4"}, "lossy is 'int4'; leave it empty, or use 'int8'"),
-        ({"lossy": "int8", "geometry": attention_geometry(layers=2, heads=2, head_size=32, dtype="float32")}, "float32"),
+        ({"lossy": "int8", "geometry": FLOAT32}, "float32"),
         ({"lossy": "int8", "geometry": opaque_geometry(64), "rope": (opaque_rope(),)}, "the KV is uint8"),
     ],
 )

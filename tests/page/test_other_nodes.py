@@ -18,7 +18,9 @@ from rich.console import Console
 from kvservice.__main__ import main
 from kvservice.peers.directory import DEPARTED_MAX, Directory, DirectoryLimits
 from kvservice.peers.member import Address, Facts, Listing, NodeId, Roll, SourceState
-from kvservice.peers.routes import Router
+from kvservice.peers.routes import INT8_SHARE, Router
+from kvservice.peers.routes_log import Medium
+from kvservice.sharing.routed import RoutedPlace
 from kvservice.stats.others_document import NAMED_MAX, others_document
 from kvservice.stats.report import stats_tables
 from kvservice.top_frame import Seen, frame
@@ -28,6 +30,7 @@ from tests.client.builders import free_port
 from tests.page.sharing_world import SharingPage, sharing_page
 from tests.server.test_schema import check
 from tests.sharing.nodes import held, shared_node, sidecar, until
+from tests.sharing.test_routed import Way
 
 ESCAPE = "\x1b]0;owned\x07evil[red]"
 
@@ -61,11 +64,12 @@ def test_the_document_names_everybody_else_with_what_came_and_went(page: Sharing
     assert (unmet["address"], unmet["brought_bytes"]) == (f"127.0.0.1:{page.nobody}", 0)
     assert cold["address"] == "s3://bucket/prefix", "nothing that may be a secret"
     assert set(cold["ways"]) == {"cold"}
+    assert cold["given_ways"] == {}
 
 
 def test_a_nodes_ways_have_speeds_and_the_decisions_for_them(page: SharingPage) -> None:
     document, ways = stats_of(page), others_of(page)["live"]["ways"]
-    assert "stream" in ways
+    assert {"stream", "int8_stream"} <= set(ways)
     assert sum(one["chosen"] for one in ways.values()) == document["remote"]["begun"]
     assert sum(one["bytes"] for one in ways.values()) == document["remote"]["record_bytes"]
     for one in ways.values():
@@ -73,6 +77,27 @@ def test_a_nodes_ways_have_speeds_and_the_decisions_for_them(page: SharingPage) 
         assert one["latency_s"] > 0
         assert one["bytes_per_s"] > 0
     assert max(one["transfers"] for one in ways.values()) > 0
+
+
+def test_ways_that_lossy_records_could_take_are_told_with_what_is_known_of_them() -> None:
+    router, given = Router(lambda: 1.0), Router(lambda: 1.0, direction="to")
+    for _ in range(5):
+        router.measured("there", Medium.STREAM, 1 << 20, 1.0)
+    place = RoutedPlace(router, {Medium.STREAM: Way("there", [0.0])}, packed=Way("there", [0.0]), given=given)
+    given.done(given.choose("there", 10, [Medium.STREAM]), 0.5)
+    (told,) = others_document(None, [place], router, given, UUID(int=1))
+    assert set(told["ways"]) == set(told["given_ways"]) == {"stream", "int8_stream"}
+    packed = told["ways"]["int8_stream"]
+    assert (packed["transfers"], packed["chosen"]) == (0, 0)
+    assert packed["bytes_per_s"] == pytest.approx((1 << 20) / INT8_SHARE, rel=0.1)
+    stream = told["given_ways"]["stream"]
+    assert (stream["chosen"], stream["bytes"], stream["reasons"]) == (1, 10, {"only": 1})
+    place.add_way(Medium.SHARED_MEMORY, Way("there", [0.0]))
+    (told,) = others_document(None, [place], router, given, UUID(int=1))
+    assert set(told["ways"]) == {"stream", "shared_memory", "int8_stream"}
+    assert told["given_ways"] == {}, "it is read here"
+    plain = RoutedPlace(router, {Medium.STREAM: Way("there", [0.0])})
+    assert set(others_document(None, [plain], router, given, UUID(int=1))[0]["ways"]) == {"stream"}
 
 
 def test_a_node_that_shares_with_nobody_names_nobody(tmp_path: Path) -> None:
@@ -190,6 +215,6 @@ def test_of_many_members_those_that_are_not_live_are_named() -> None:
         directory.heard(address, one)
     directory.lost(facts[-1].node)
     cluster: Any = SimpleNamespace(directory=directory, places={})
-    found = others_document(cluster, (), router, facts[0].node.uuid)
+    found = others_document(cluster, (), router, router, facts[0].node.uuid)
     assert len(found) == NAMED_MAX
     assert [one["name"] for one in found][:2] == [facts[-1].name, "n1"]

@@ -1,6 +1,5 @@
-"""Load or compute: the least sum, found the slow way too; runs share a latency; nothing lossy without a word for it."""
+"""Load or compute: the least sum, found the slow way too; runs share a latency."""
 
-from dataclasses import replace
 from itertools import groupby
 
 import pytest
@@ -8,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvservice.peers.routes_estimate import Speed
-from kvservice.peers.routes_loading import Part, WhyLoad, load_chain, load_each, may_be_lossy
-from tests.server.builders import make_identity
+from kvservice.peers.routes_loading import Part, WhyLoad, load_chain, load_each
 
 MIB = 1 << 20
 LINK = Speed(latency_s=1e-3, bytes_per_s=1e9)
@@ -101,10 +99,3 @@ def test_while_nobody_said_how_fast_prefill_is_what_was_found_is_loaded(load: ob
     assert (found.loaded, found.why) == (1, WhyLoad.UNKNOWN_PREFILL)
     nothing = load([], TOKEN_S)
     assert (nothing.loaded, nothing.seconds, nothing.why) == (0, 0.0, WhyLoad.NOTHING)
-
-
-def test_no_identity_allows_loss() -> None:
-    for identity in (make_identity(), replace(make_identity(), kv_scales="per-tensor"), make_identity(is_pinned=True)):
-        verdict = may_be_lossy(identity)
-        assert not verdict.is_allowed
-        assert "names no lossy storage" in verdict.reason

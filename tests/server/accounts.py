@@ -18,9 +18,11 @@ def check_accounts(node: Node) -> None:
     found = sum(all_of_it["tokens"][name] for name in ("host", "ssd", "remote", "moved"))
     assert all_of_it["exact_tokens"] + all_of_it["lossy_tokens"] == found
     lookups = document["lookups"]
-    matched = lookups["exact"] + lookups["refreshed"] + lookups["shifted"]
+    matched = lookups["exact"] + lookups["rounded"] + lookups["refreshed"] + lookups["shifted"]
     assert lookups["asked"] == matched + sum(lookups["missed"].values()) + lookups["broken_off"]
     for parts in (by_tenant, by_namespace):
+        for name in ("exact_tokens", "lossy_tokens"):
+            assert sum(part[name] for part in parts) == all_of_it[name], name
         for unit in ("segments", "tokens"):
             for name, count in all_of_it[unit].items():
                 assert sum(part[unit][name] for part in parts) == count, (unit, name)

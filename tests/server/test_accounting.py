@@ -17,14 +17,18 @@ from kvservice.limits import NodeLimits
 from kvservice.lookup import Finding
 from kvservice.model.cache import Tier
 from kvservice.model.errors import LeaseExpiredError
-from kvservice.model.identity import Identity
+from kvservice.model.identity import INT8, Identity
 from kvservice.model.plan import Match, MissReason, Outcome
 from kvservice.stats.metrics import METRICS
 from kvservice.wire.v1 import cache_pb2 as wire
 from tests.server.builders import Client, World, make_identity, make_meta, make_planes, query
 from tests.server.ssd_world import SsdWorld, arrived, leave_host, written
 
-IDENTITIES = [replace(make_identity(tenant=f"t{tenant}"), salt=salt) for tenant in range(3) for salt in ("", "a")]
+IDENTITIES = [
+    replace(make_identity(tenant=f"t{tenant}"), salt=salt, lossy=lossy)
+    for tenant in range(3)
+    for salt, lossy in (("", ""), ("a", INT8))
+]
 NAMES = range(3)
 STRANGER = make_identity(tenant="stranger")
 FEW = AccountLimits(namespaces_max=2, tenants_max=2)
@@ -59,6 +63,7 @@ class Story:
         self.client = self.world.client(*IDENTITIES)
         self.segments: Counter[str] = Counter()
         self.tokens: Counter[str] = Counter()
+        self.exact_tokens = 0
         self.asked: dict[str, int] = {}
 
     async def store(self) -> None:
@@ -72,8 +77,10 @@ class Story:
         identities = self.rng.choices([*IDENTITIES, STRANGER], k=self.rng.randint(1, 5))
         prompts = [asked_for(self.rng, identity) for identity in identities]
         reply = await self.client.lookup(*prompts)
-        for prompt, answered in zip(prompts, reply.prompts, strict=True):
+        for identity, prompt, answered in zip(identities, prompts, reply.prompts, strict=True):
             for asked, found in zip(prompt.segments, answered.segments, strict=True):
+                is_exact = found.match == Match.EXACT and not identity.is_lossy
+                self.exact_tokens += asked.tokens if is_exact else 0
                 self.segments[answer_of(found)] += 1
                 self.tokens[answer_of(found)] += asked.tokens
         if reply.lease.id:
@@ -93,6 +100,7 @@ class Story:
             counts.update({name: document[unit][name] - counts[name] for name in ANSWERS})
             of_prompts = [1 if unit == "segments" else one.tokens for prompt in prompts for one in prompt.segments]
             assert sum(of_prompts) == document[f"asked_{unit}"] - self.asked[unit]
+        self.exact_tokens = document["exact_tokens"]
         assert document["error_tokens"]["broken_off"] > 0
 
     async def go(self, steps: int) -> None:
@@ -107,6 +115,7 @@ class Story:
         for unit, counts in (("segments", self.segments), ("tokens", self.tokens)):
             assert document["accounting"][f"asked_{unit}"] == counts.total()
             assert document["accounting"][unit] == {name: counts[name] for name in ANSWERS}
+        assert document["accounting"]["exact_tokens"] == self.exact_tokens
         assert len(document["by_namespace"]) <= FEW.namespaces_max + 1
         assert len(document["by_tenant"]) <= FEW.tenants_max + 1
 
@@ -171,7 +180,7 @@ def test_the_first_keep_their_names_however_busy_others_are() -> None:
         assert names_of(accounts) == {(one.identity.tenant, one.namespace.hex()) for one in first}
     assert accounts.tenants == ("a", "b")
     assert asked(accounts) == 2 * 10 + 50 * 10
-    assert sum(accounts.rest.tokens) == 25 * 10, "what has no tenant with a name"
+    assert sum(accounts.rest.exact.tokens) == 25 * 10, "what has no tenant with a name"
     assert sum(accounts.of(busy[1]).tokens) == 25 * 10, "a named tenant's namespace without a name"
 
 

@@ -15,6 +15,7 @@ from kvservice.peers.routes import Router
 from kvservice.peers.routes_log import Medium
 from kvservice.peers.sources import member_source
 from kvservice.sharing.cluster import Cluster
+from kvservice.sharing.routed import RoutedPlace
 from tests.peers.stream_world import make_facts, settled
 
 SOCKET = "/run/kv.sock.peers"
@@ -82,6 +83,7 @@ async def ways(address: str = "127.0.0.1:7", *, is_here: bool = True) -> AsyncIt
 
     source = member_source(address, "", time.time)
     assert source is not None
+    router = Router(time.monotonic)
     media = (Medium.STREAM, Medium.FLIGHT, Medium.SHARED_MEMORY)
     cluster = Cluster(
         source,
@@ -89,7 +91,7 @@ async def ways(address: str = "127.0.0.1:7", *, is_here: bool = True) -> AsyncIt
         {medium: opener(medium) for medium in media},
         lambda: make_facts("here"),
         lambda _: False,
-        Router(time.monotonic),
+        lambda medium, link: RoutedPlace(router, {medium: link}),
         met_at=lambda facts: LocalAddress(facts.local_path, facts.node) if is_here and facts.local_path else None,
     )
     await cluster.start()
