@@ -12,7 +12,7 @@ SEED ?=
 RUN := PYTHONSAFEPATH=1 $(VENV)/bin/
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo serve test crash simulation vllm-env test-vllm page-env test-page test-heavy remote-env test-remote check-alerts check proto bench bench-first-layer bench-vllm bench-vllm-rounds bench-vllm-gaps bench-quality lock clean
+.PHONY: setup demo serve test crash simulation vllm-env test-vllm page-env test-page test-heavy remote-env test-remote check-alerts check proto bench bench-first-layer bench-slow-links bench-vllm bench-vllm-rounds bench-vllm-gaps bench-quality lock clean
 
 setup: $(STAMP)
 
@@ -95,6 +95,11 @@ bench-vllm: setup vllm-env
 # When may a restore begin, of what another node has: two nodes and an engine's client, a minute.
 bench-first-layer: setup
 	$(RUN)python bench/first_layer.py
+
+# Exact records and such of 8 bits a value over links of 100 Mbit to 10 Gbit a second, and what the 8 bits cost in answers.
+bench-slow-links: setup
+	PYTHONPATH=. $(RUN)python bench/slow_links.py
+	PYTHONPATH=. $(RUN)python -m bench.quality.rounding --cache $(MODEL_CACHE)
 
 # Rounds inside vLLM: time, bytes and agreement against full prefill; four minutes.
 bench-vllm-rounds: setup vllm-env
