@@ -30,6 +30,8 @@ INT8_SHARE = 0.51
 """Of a record's bytes, what goes on the wire as 8 bits a value, with scales."""
 INT8_BYTES_PER_S = 1e9
 """About what one core packs, of a record's bytes."""
+INT8_PRICE = 1.25
+"""A second of it counts for so many: it takes CPU of both ends that the plain stream leaves to others."""
 SIZE_CLASSES = 5
 """Up to 16 KiB, 256 KiB, 4 MiB, 64 MiB, more: latency decides the first, bandwidth the last."""
 PEERS_MAX = 1024
@@ -163,7 +165,10 @@ class Router:
     def measured(self, peer: str, medium: Medium, count: int, seconds: float) -> None:
         """A transfer that nothing was chosen for: a ping of no bytes, what a peer pushed here."""
         now_s, known = self._clock(), self._known(peer)
-        self._estimate(known, medium).note(count, seconds, now_s)
+        estimate = self._estimate(known, medium)
+        estimate.note(count, seconds, now_s)
+        if medium is Medium.INT8_STREAM:  # what is packed goes over the same link
+            self._estimate(known, Medium.STREAM).raise_to(INT8_SHARE * estimate.bytes_per_s)
         known.failed_until_s.pop(medium, None)
         for in_use in known.in_use.values():
             self._watch(known, in_use, now_s)
@@ -202,7 +207,8 @@ class Router:
         predicted: Mapping[Medium, float],
         now_s: float,
     ) -> tuple[Medium, Why]:
-        best = min(media, key=lambda one: predicted[one])
+        prices = {medium: _price(medium, seconds) for medium, seconds in predicted.items()}
+        best = min(media, key=lambda one: prices[one])
         in_use = known.in_use.get(kind)
         if in_use is None or in_use.medium not in media:
             if in_use is None or in_use.medium in predicted:  # it failed, rather than that it was not offered now
@@ -217,7 +223,7 @@ class Router:
         if since_s is not None and now_s - since_s >= self.limits.better_for_s:
             known.in_use[kind] = _InUse(best, count, media)
             return best, Why.SWITCHED
-        trial = self._trial(known, in_use, predicted, now_s)
+        trial = self._trial(known, in_use, prices, now_s)
         if trial is not None:
             known.tried_s[trial] = now_s
             return trial, Why.TRIAL
@@ -225,29 +231,29 @@ class Router:
 
     def _watch(self, known: _Peer, in_use: _InUse, now_s: float) -> None:
         """Is what is in use clearly beaten, and since when?"""
-        best_s = min(self._estimate(known, one).seconds(in_use.bytes) for one in in_use.media)
-        used_s = self._estimate(known, in_use.medium).seconds(in_use.bytes)
+        prices = {one: _price(one, self._estimate(known, one).seconds(in_use.bytes)) for one in in_use.media}
+        best_s, used_s = min(prices.values()), prices[in_use.medium]
         if best_s > (1 - self.limits.better_share) * used_s:
             in_use.beaten_since_s = None
         elif in_use.beaten_since_s is None:
             in_use.beaten_since_s = now_s
 
-    def _trial(self, known: _Peer, in_use: _InUse, predicted: Mapping[Medium, float], now_s: float) -> Medium | None:
+    def _trial(self, known: _Peer, in_use: _InUse, prices: Mapping[Medium, float], now_s: float) -> Medium | None:
         """The medium that was not used for the longest time, of those that are due for a trial; None if none is."""
         due = [
             one
             for one in in_use.media
-            if one is not in_use.medium and self._is_due(known, one, in_use, predicted, now_s)
+            if one is not in_use.medium and self._is_due(known, one, in_use, prices, now_s)
         ]
         return min(due, key=lambda one: self._last_s(known, one), default=None)
 
     def _is_due(
-        self, known: _Peer, medium: Medium, in_use: _InUse, predicted: Mapping[Medium, float], now_s: float
+        self, known: _Peer, medium: Medium, in_use: _InUse, prices: Mapping[Medium, float], now_s: float
     ) -> bool:
         """What seems better is tried often, so that a switch does not stand on one lucky transfer; all else if a share
         of the time allows it."""
-        limits, used_s, estimate = self.limits, predicted[in_use.medium], self._estimate(known, medium)
-        idle_s, extra_s = now_s - self._last_s(known, medium), predicted[medium] - used_s
+        limits, used_s, estimate = self.limits, prices[in_use.medium], self._estimate(known, medium)
+        idle_s, extra_s = now_s - self._last_s(known, medium), prices[medium] - used_s
         if extra_s < 0:
             return idle_s >= limits.better_for_s / TRIALS_BEFORE_SWITCH
         if in_use.bytes * known.transfers > 1.01 * known.bytes and extra_s > LARGE_EXTRA_SHARE * used_s:
@@ -281,6 +287,11 @@ class Router:
             return self._guesses[medium]
         stream = self._estimate(known, Medium.STREAM)
         return Speed(stream.latency_s, min(stream.bytes_per_s / INT8_SHARE, INT8_BYTES_PER_S))
+
+
+def _price(medium: Medium, seconds: float) -> float:
+    """What a transfer of so many seconds counts when media are compared."""
+    return seconds * INT8_PRICE if medium is Medium.INT8_STREAM else seconds
 
 
 def size_class(count: int) -> int:

@@ -72,6 +72,12 @@ class Estimate:
         """Predicted seconds for ``count`` bytes."""
         return self.latency_s + count / self.bytes_per_s
 
+    def raise_to(self, bytes_per_s: float) -> None:
+        """Something else shows that the route carries so much, at least."""
+        self.bytes_per_s = max(self.bytes_per_s, bytes_per_s)
+        if self.best is not None:
+            self.best = Speed(self.best.latency_s, max(self.best.bytes_per_s, bytes_per_s))
+
     def is_hopeless(self, count: int, seconds: float) -> bool:
         """Is there no hope for less than ``seconds``, as it never was that good?"""
         return self.best is not None and self.best.latency_s + count / self.best.bytes_per_s > seconds

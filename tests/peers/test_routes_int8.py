@@ -110,6 +110,18 @@ def test_a_link_that_turns_slow_is_packed_after_a_while_and_not_any_more_when_it
     assert [one.medium for one in back if one.why is Why.SWITCHED] == [STREAM]
 
 
+def test_where_both_are_about_as_fast_the_stream_is_used_whatever_was_in_use() -> None:
+    """Packing costs both ends CPU: it has to be worth it."""
+    world = World(SLOW)
+    world.run(2, STREAM)
+    assert {one.medium for one in world.run(10)[-20:]} == {INT8}
+    world.bytes_per_s = 1.15 * INT8_BYTES_PER_S
+    assert world.run(60)[-1].medium is STREAM
+    world.bytes_per_s = 0.85 * INT8_BYTES_PER_S
+    again = world.run(60)
+    assert not reasons(again, INT8) - {Why.TRIAL}
+
+
 def test_exact_transfers_tell_how_fast_the_link_is_again() -> None:
     world = World(SLOW)
     world.run(2, STREAM)
