@@ -61,6 +61,26 @@ def test_an_engine_loads_what_another_host_computed_and_says_the_same(tiny_model
     assert loaded.leases == 0
 
 
+def test_a_lossy_engine_says_its_own_and_those_who_load_say_the_same(tiny_model: Path) -> None:
+    """What is stored is rounded, the engine's own rows are not; all who load it have the same bits."""
+    prompts = make_prompts()
+    plain = run_leg(tiny_model, prompts)
+
+    def run(service: ServiceProcess, **more: str) -> Any:
+        return run_leg(tiny_model, prompts, connector={"address": service.address, "chunk_tokens": CHUNK, **more})
+
+    with two_sidecars() as (shared, first, second):
+        filled = run(first, lossy="int8")
+        told(first, "drain", "POST")
+        loaded, here = run(second, lossy="int8"), run(shared, lossy="int8")
+        exact = run(second)
+    assert filled.tokens == exact.tokens == plain.tokens
+    assert loaded.tokens == here.tokens
+    assert loaded.runs[0]["cached"] == here.runs[0]["cached"] == [192] * 4
+    assert loaded.counts["loads_failed"] == loaded.counts["hook_errors"] == filled.counts["hook_errors"] == 0
+    assert exact.runs[0]["cached"] == filled.runs[0]["cached"] == plain.runs[0]["cached"], "it found nothing lossy"
+
+
 def test_the_first_request_of_a_known_round_is_restored_from_the_other_engines_work(tiny_model: Path) -> None:
     words = words_of(SOME)
 
