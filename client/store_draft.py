@@ -116,17 +116,14 @@ class Draft:
         meta, layout = self.record()
         writer = RecordWriter(buffer, meta, layout)
         for layer in range(meta.geometry.layers):
-            if self.is_rebuilt:
-                targets = writer.master_planes(layer)
-                self._rebuild(layer, rotations[layer], targets)
-            elif self.diff is None:
+            if self.diff is None:
                 targets = writer.master_planes(layer)
                 self._gather(memory, layer, targets)
+                round_planes(self.identity, targets)
+            elif self.is_rebuilt:
+                self._rebuild(layer, rotations[layer], writer.master_planes(layer))
             else:
-                targets = writer.mirror_rows(layer, self.diff.runs[layer])
-                for target, found in zip(targets, self.diff.rows[layer], strict=True):
-                    np.copyto(target, found)
-            round_planes(self.identity, targets)
+                self._write_replaced(layer, writer.mirror_rows(layer, self.diff.runs[layer]))
         return writer.finish()
 
     def _layer_runs(self, layer: int, rotation: Rotation, member: Sequence[Bits]) -> list[cpu.Runs]:
@@ -144,18 +141,27 @@ class Draft:
             ) from error
 
     def _rebuild(self, layer: int, rotation: Rotation, out: Sequence[Bits]) -> None:
-        """A layer's rows as the engine has them: the master's, moved, and the known ones in their places."""
+        """A layer's rows: the master's, moved, and in their places the known ones, as they are stored."""
         assert self.base is not None
         assert self.diff is not None
         self.base.verify_layer(layer)
         geometry = self.meta.geometry
-        mirror = MirrorRows(self.meta.position, self.diff.runs[layer], self.diff.rows[layer])
+        rows = [np.empty(found.shape, found.dtype) for found in self.diff.rows[layer]]
+        self._write_replaced(layer, rows)
+        mirror = MirrorRows(self.meta.position, self.diff.runs[layer], rows)
         master = self.base.master_planes(layer)
         dense = cpu.materialise_layer(
             master, self.base.meta.position, mirror, geometry.planes, rotation, geometry.dtype
         )
-        for target, rows in zip(out, dense, strict=True):
-            np.copyto(target, rows)
+        for target, found in zip(out, dense, strict=True):
+            np.copyto(target, found)
+
+    def _write_replaced(self, layer: int, out: Sequence[Bits]) -> None:
+        """The replaced rows as they are stored."""
+        assert self.diff is not None
+        for target, found in zip(out, self.diff.rows[layer], strict=True):
+            np.copyto(target, found)
+        round_planes(self.identity, out)
 
     def _gather(self, memory: PagedMemory, layer: int, out: Sequence[Bits]) -> None:
         count = memory.gather_layer(layer, self.slots, out)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvservice.model.errors import KVServiceError, UnavailableError
 from kvservice.peers.frames import Header
-from kvservice.peers.packing import PackedCounters
+from kvservice.peers.packed_counters import PackedCounters
 from kvservice.peers.streams_channel import Channel
 
 if TYPE_CHECKING:

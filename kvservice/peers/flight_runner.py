@@ -6,6 +6,7 @@ nobody asks again until a probe was answered. A call that is given up ends at on
 
 import asyncio
 import logging
+import math
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -281,13 +282,14 @@ class Runner:
     async def _wait(self, job: "_Job[Any]", started_s: float, due_s: float, allowed_s: float) -> None:
         while not job.done.done():
             now_s, limit_s = self._clock(), due_s
+            look_s = allowed_s if job.is_record else math.inf  # again: it may have begun by then, and be silent
             if job.is_record and job.moving.has_begun:
                 limit_s = min(due_s, max(job.moving.moved_s, started_s) + allowed_s)
             if now_s >= limit_s:
                 self._expire(job, now_s, allowed_s)
                 await asyncio.wait([job.done])
             else:
-                await asyncio.wait([job.done], timeout=limit_s - now_s)
+                await asyncio.wait([job.done], timeout=min(limit_s - now_s, look_s))
 
     def _expire(self, job: "_Job[Any]", now_s: float, allowed_s: float) -> None:
         """Its time is up. Where nothing else moved either, the peer is lost, and nobody else waits as long for it."""

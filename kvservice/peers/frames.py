@@ -7,7 +7,7 @@
     fetch      -> part* | part* error                  the record's bytes from the asked one on; who has them all says
                                                        got, which is not answered: until then they stay where they are
     store      -> go, then part* commit from the caller, then stored | error;   or exists | error
-    part       := data | packed                        packed if the caller of a fetch asked for it, in a store always
+    part       := data | packed                        packed if the caller of a fetch, or the go of a store, said so
     packed     : its payload := largest:u16 [heads] q:i8 [heads, head_size]     rows as 8 bits, see kernels/cpu_int8.py,
                                                        for the next 2 * heads * head_size bytes of the record
 

@@ -35,7 +35,6 @@ from kvservice.peers.host_found import FoundPlace, answers_of, places_of
 from kvservice.peers.host_held import NodeHeld
 from kvservice.peers.host_loop import LOOP_S_MAX, NodeLoop
 from kvservice.peers.member import Facts
-from kvservice.peers.packing_kernels import KERNELS
 from kvservice.sessions import Session
 from kvservice.store import WriteRequest
 
@@ -105,8 +104,6 @@ class NodeSession:
             raise LimitError(f"more than {IDENTITIES_PER_SESSION_MAX} identities in one session; open another")
         if own:
             self._loop.call(lambda: self._node.sessions.register(self._session, own))
-        if any(identity.is_lossy for identity, _ in parsed):
-            KERNELS.are_ready()  # they are loaded while the caller asks what there is
 
     # Finding
 

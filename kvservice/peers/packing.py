@@ -8,7 +8,6 @@ imported inside functions: a node that never packs compiles nothing.
 import logging
 from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +15,8 @@ import numpy as np
 from kvservice.model.cache import CacheKind
 from kvservice.model.errors import CorruptError, InvalidInputError, RecordFormatError
 from kvservice.peers.frames import DATA_BYTES_MAX, HEADER, FrameError, Header
-from kvservice.peers.streams_channel import Channel, Source, cut
+from kvservice.peers.packed_counters import PackedCounters
+from kvservice.peers.streams_channel import PIECE_BYTES, Channel, Source, cut
 from kvservice.storage.buffer import Bytes, round_up
 from kvservice.storage.mapping import prefault
 from kvservice.storage.record_reader import RecordReader
@@ -59,28 +59,6 @@ class Area(NamedTuple):
     head_size: int
 
 
-@dataclass(slots=True)
-class PackedCounters:
-    """``packed_bytes``: of records, that came or went packed; ``packed_wire_bytes``: what they took on the wire."""
-
-    packed_bytes: int = 0
-    packed_wire_bytes: int = 0
-
-    def note_packed(self, packed_bytes: int, packed_wire_bytes: int) -> None:
-        """So many more."""
-        self.packed_bytes += packed_bytes
-        self.packed_wire_bytes += packed_wire_bytes
-
-    def add_packed(self, other: "PackedCounters") -> None:
-        """Count another's, too."""
-        self.note_packed(other.packed_bytes, other.packed_wire_bytes)
-
-    def note_piece(self, piece: Piece) -> None:
-        """One that was sent."""
-        if piece.packed is not None:
-            self.note_packed(piece.last - piece.first, piece.packed.wire_bytes)
-
-
 # Sending
 
 
@@ -98,7 +76,7 @@ class Packer:
         plain = start
         for first, last, head_size in self._areas(start, end):
             head_bytes = ELEMENT_BYTES * head_size
-            for at, behind in cut(first, last, FRAME_ROWS_BYTES // head_bytes * head_bytes):
+            for at, behind in cut(first, last, _heads_of_frame(head_size) * head_bytes):
                 packed = self._pack(at, behind, head_size)
                 if packed is not None:
                     if plain < at:
@@ -166,12 +144,13 @@ def pieces_of(
             yield from (Piece(*part) for part in channel.frames_of(source, piece.first, piece.last, frame_bytes))
 
 
-def send_piece(channel: Channel, request: int, source: Source, piece: Piece) -> None:
-    """One frame."""
+def send_piece(channel: Channel, request: int, source: Source, piece: Piece, counters: PackedCounters) -> None:
+    """One frame, counted if it is packed."""
     if piece.packed is None:
         channel.send_data(request, source, piece.first, piece.last)
     else:
         channel.send_packed(request, *piece.packed)
+        counters.note_packed(piece.last - piece.first, piece.packed.wire_bytes)
 
 
 def _reader_of(record: Bytes) -> RecordReader | None:
@@ -213,6 +192,11 @@ def _rows_of(reader: RecordReader, layer: int) -> Iterator[Area]:
     for rows, plane in zip(planes, reader.meta.geometry.planes, strict=True):
         yield Area(at, at + rows.nbytes, plane.head_size)
         at += rows.nbytes
+
+
+def _heads_of_frame(head_size: int) -> int:
+    """So many that it is seen to move as often as what goes as it lies."""
+    return max(1, PIECE_BYTES // _packed_bytes(1, head_size))
 
 
 def _packed_bytes(heads: int, head_size: int) -> int:

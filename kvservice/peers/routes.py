@@ -71,12 +71,14 @@ _Kind = tuple[int, bool]
 
 @dataclass(slots=True)
 class _InUse:
-    """The medium for one peer and kind of transfers. ``beaten_since_s``: since when another is clearly better."""
+    """The medium for one peer and kind of transfers. ``beaten_since_s``: since when another is clearly better;
+    ``gone_since_s``: since when it is not offered."""
 
     medium: Medium
     bytes: int
     media: Sequence[Medium]
     beaten_since_s: float | None = None
+    gone_since_s: float | None = None
 
 
 @dataclass(slots=True)
@@ -130,8 +132,8 @@ class Router:
     def choose(self, peer: str, count: int, media: Sequence[Medium], *, may_pack: bool = False) -> Choice:
         """How to move ``count`` bytes; ``media``: those that can, now. Tell ``done`` or ``failed`` of it.
 
-        ``may_pack``: may they go as 8 bits, though INT8_STREAM has failed just now? Such transfers have a medium in use
-        of their own. Raises UnavailableError if there are no media.
+        ``may_pack``: may they go as 8 bits, also when INT8_STREAM is not among the media of this try? Such transfers
+        have a medium in use of their own. Raises UnavailableError if there are no media.
         """
         if not media:
             raise UnavailableError(f"nothing leads to {peer} now; what it has is a miss")
@@ -150,7 +152,8 @@ class Router:
         known.note(choice.bytes, seconds, self._clock())
         self.measured(choice.peer, medium, choice.bytes, seconds)
         if choice.why is Why.TRIAL:  # as was thought: a hiccup is not its fault, and what is slow is known now
-            extra_s = choice.predicted_s - min(choice.predicted.values())
+            prices = _prices(choice.predicted)
+            extra_s = prices[medium] - min(prices.values())
             known.trial_s[medium] = known.trial_s.get(medium, 0.0) + extra_s
         self.log.end(choice)
 
@@ -207,14 +210,14 @@ class Router:
         predicted: Mapping[Medium, float],
         now_s: float,
     ) -> tuple[Medium, Why]:
-        prices = {medium: _price(medium, seconds) for medium, seconds in predicted.items()}
+        prices = _prices(predicted)
         best = min(media, key=lambda one: prices[one])
         in_use = known.in_use.get(kind)
         if in_use is None or in_use.medium not in media:
-            if in_use is None or in_use.medium in predicted:  # it failed, rather than that it was not offered now
+            if in_use is None or self._is_gone(in_use, predicted, now_s):
                 known.in_use[kind] = _InUse(best, count, media)
             return best, Why.FALLBACK if in_use is not None else Why.ONLY if len(media) == 1 else Why.FIRST
-        in_use.bytes, in_use.media = count, media
+        in_use.bytes, in_use.media, in_use.gone_since_s = count, media, None
         if len(media) == 1:
             in_use.beaten_since_s = None
             return in_use.medium, Why.ONLY
@@ -229,9 +232,17 @@ class Router:
             return trial, Why.TRIAL
         return in_use.medium, Why.KEPT if since_s is None else Why.HELD
 
+    def _is_gone(self, in_use: _InUse, predicted: Mapping[Medium, float], now_s: float) -> bool:
+        """It failed, or was not offered for a while: not just now, as to another try of the transfer that failed."""
+        if in_use.medium in predicted:
+            return True
+        if in_use.gone_since_s is None:
+            in_use.gone_since_s = now_s
+        return now_s - in_use.gone_since_s >= self.limits.better_for_s
+
     def _watch(self, known: _Peer, in_use: _InUse, now_s: float) -> None:
         """Is what is in use clearly beaten, and since when?"""
-        prices = {one: _price(one, self._estimate(known, one).seconds(in_use.bytes)) for one in in_use.media}
+        prices = _prices({one: self._estimate(known, one).seconds(in_use.bytes) for one in in_use.media})
         best_s, used_s = min(prices.values()), prices[in_use.medium]
         if best_s > (1 - self.limits.better_share) * used_s:
             in_use.beaten_since_s = None
@@ -241,9 +252,7 @@ class Router:
     def _trial(self, known: _Peer, in_use: _InUse, prices: Mapping[Medium, float], now_s: float) -> Medium | None:
         """The medium that was not used for the longest time, of those that are due for a trial; None if none is."""
         due = [
-            one
-            for one in in_use.media
-            if one is not in_use.medium and self._is_due(known, one, in_use, prices, now_s)
+            one for one in in_use.media if one is not in_use.medium and self._is_due(known, one, in_use, prices, now_s)
         ]
         return min(due, key=lambda one: self._last_s(known, one), default=None)
 
@@ -289,9 +298,9 @@ class Router:
         return Speed(stream.latency_s, min(stream.bytes_per_s / INT8_SHARE, INT8_BYTES_PER_S))
 
 
-def _price(medium: Medium, seconds: float) -> float:
-    """What a transfer of so many seconds counts when media are compared."""
-    return seconds * INT8_PRICE if medium is Medium.INT8_STREAM else seconds
+def _prices(seconds: Mapping[Medium, float]) -> dict[Medium, float]:
+    """What transfers of so many seconds count when media are compared."""
+    return {one: found * INT8_PRICE if one is Medium.INT8_STREAM else found for one, found in seconds.items()}
 
 
 def size_class(count: int) -> int:

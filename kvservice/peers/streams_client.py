@@ -7,6 +7,7 @@ until a ping of our own was answered.
 
 import asyncio
 import logging
+import math
 import random
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,7 +26,7 @@ from kvservice.peers.call import Call, SilentError
 from kvservice.peers.frames import Kind
 from kvservice.peers.host import Query
 from kvservice.peers.member import Address, Facts, LocalAddress
-from kvservice.peers.packing import PackedCounters
+from kvservice.peers.packed_counters import PackedCounters
 from kvservice.peers.pool import Pool
 from kvservice.peers.streams_channel import Source
 from kvservice.peers.streams_client_calls import (
@@ -306,10 +307,11 @@ class PeerLink:
         most_bytes = 0
         while not done.done():
             now_s, lane = self._clock(), call.lane
-            limit_s = due_s
+            limit_s, look_s = due_s, math.inf
             if call.expected_bytes:  # they share the link with all that are under way, also with those that came later
                 most_bytes = max(most_bytes, self._pool.outstanding_bytes)
                 limit_s = due_s + most_bytes / self.limits.bytes_per_s_min
+                look_s = self.limits.deadline_s  # again: a lane may have it by then, and be silent
                 if lane is not None:
                     unseen_s = call.unseen_bytes / UNSEEN_BYTES_PER_S
                     limit_s = min(limit_s, max(lane.moved_s, started_s) + self.limits.deadline_s + unseen_s)
@@ -317,7 +319,7 @@ class PeerLink:
                 self._expire(call, now_s)
                 await asyncio.wait([done])
             else:
-                await asyncio.wait([done], timeout=limit_s - now_s)
+                await asyncio.wait([done], timeout=min(limit_s - now_s, look_s))
 
     def _expire(self, call: Call, now_s: float) -> None:
         """Its time is up. Where nothing else moved either, the peer is lost, and nobody else waits as long for it."""

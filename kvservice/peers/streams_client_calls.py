@@ -298,8 +298,7 @@ class StoreCall(Call):
         go = channel.receive_message(of_kind(header, Kind.GO), wire.PeerGo())
         self.unseen_bytes = self._request.record_bytes if channel.lends else 0
         for piece in self._pieces(channel, go.takes_packed):
-            send_piece(channel, header.request, self._source, piece)
-            self.packed.note_piece(piece)
+            send_piece(channel, header.request, self._source, piece, self.packed)
             moved()
         channel.send(Kind.COMMIT, header.request, wire.PeerCommit(header_checksum=self._header_checksum))
         header = channel.receive_header()

@@ -18,7 +18,8 @@ from kvservice.model.identity import Namespace
 from kvservice.peers.frames import MESSAGE_BYTES_MAX, FrameError, Header, Kind
 from kvservice.peers.host import Authorize, Held, Host, HostSession, IsCurrent, Room
 from kvservice.peers.member import Facts
-from kvservice.peers.packing import PackedCounters, Packer, Unpacker, pieces_of, send_piece
+from kvservice.peers.packed_counters import PackedCounters
+from kvservice.peers.packing import Packer, Unpacker, pieces_of, send_piece
 from kvservice.peers.packing_kernels import KERNELS
 from kvservice.peers.streams_channel import Channel, ClosedError
 from kvservice.peers.streams_limits import ServerLimits
@@ -305,9 +306,8 @@ class PeerConnection:
     def _send_bytes(self, request: int, held: Held, start: int, end: int, packer: Packer | None = None) -> None:
         for piece in pieces_of(self._channel, held.source, start, end, packer):
             self._allow(self._limits.slow_s, "a slow reader")
-            send_piece(self._channel, request, held.source, piece)
+            send_piece(self._channel, request, held.source, piece, self.counters)
             self.counters.sent_bytes += piece.last - piece.first
-            self.counters.note_piece(piece)
 
     def _got(self, header: Header) -> None:
         if header.request not in self._unconfirmed:
@@ -344,18 +344,18 @@ class PeerConnection:
         channel.send(Kind.GO, request, go)
         while at < len(room.view):
             self._allow(self._limits.slow_s, "a slow writer")
-            at = self._receive_part(request, room, at, unpacker)
+            at = self._receive_part(request, room, at, unpacker if go.takes_packed else None)
         self._allow(self._limits.slow_s, "a commit")
         header = channel.receive_header()
         if header.kind is not Kind.COMMIT or header.request != request:
             raise FrameError(f"a {header.kind.name} frame where a commit should be")
         return channel.receive_message(header, wire.PeerCommit()).header_checksum
 
-    def _receive_part(self, request: int, room: Room, at: int, unpacker: Unpacker) -> int:
-        """The record's next bytes, as data or packed; up to where."""
+    def _receive_part(self, request: int, room: Room, at: int, unpacker: Unpacker | None) -> int:
+        """The record's next bytes, as data, or packed if there is an unpacker; up to where."""
         channel, total = self._channel, len(room.view)
         header = channel.receive_header()
-        if header.kind is Kind.PACKED and header.request == request and not channel.lends:
+        if header.kind is Kind.PACKED and header.request == request and unpacker is not None:
             end = unpacker.receive(channel, header, room.view, at)
             self.counters.note_packed(end - at, header.frame_bytes)
             room.arrived(at, end)

@@ -6,7 +6,7 @@ A link counts by itself as long as it is there. What is left of one that is gone
 from collections.abc import Iterable
 from weakref import ref
 
-from kvservice.peers.packing import PackedCounters
+from kvservice.peers.packed_counters import PackedCounters
 
 
 class PackedSums:

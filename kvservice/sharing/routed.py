@@ -139,7 +139,7 @@ class RoutedPlace:
                 await ways[choice.medium].fetch(record, target, known.note, known.end)
             except UnavailableError as error:
                 self._router.failed(choice)
-                media = _without(media, choice.medium)
+                media = _without(media, choice.medium, error)
                 is_frozen = choice.medium is Medium.SHARED_MEMORY and isinstance(error, SilentError)
                 if is_frozen or not media:
                     raise
@@ -182,7 +182,7 @@ class RoutedPlace:
                 is_new = await ways[choice.medium].store(parcel)
             except UnavailableError as error:
                 given.failed(choice)
-                media = _without(media, choice.medium)
+                media = _without(media, choice.medium, error)
                 if self._must_end(error, began_s) or not (media or others):
                     raise
             else:
@@ -246,9 +246,10 @@ class RoutedPlace:
             await way.close()
 
 
-def _without(media: Sequence[Medium], failed: Medium) -> list[Medium]:
-    """Those that are left; as 8 bits nothing comes over a stream that failed."""
-    gone = (failed, Medium.INT8_STREAM) if failed is Medium.STREAM else (failed,)
+def _without(media: Sequence[Medium], failed: Medium, error: UnavailableError) -> list[Medium]:
+    """Those that are left. Rows as they lie and as 8 bits share a link: if it is silent, nobody waits for it twice."""
+    is_gone = failed is Medium.STREAM or (failed is Medium.INT8_STREAM and isinstance(error, SilentError))
+    gone = (Medium.STREAM, Medium.INT8_STREAM) if is_gone else (failed,)
     return [medium for medium in media if medium not in gone]
 
 

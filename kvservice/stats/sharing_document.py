@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, TypedDict
 
 from kvservice.lookup import FROM_REMOTE
 from kvservice.peers.member import MemberState
-from kvservice.peers.packing import PackedCounters
+from kvservice.peers.packed_counters import PackedCounters
 from kvservice.peers.routes_log import MediumDocument, RouteLog
 from kvservice.stats.others_document import OtherDocument
 

@@ -10,10 +10,20 @@ import torch
 from kvservice.app import LocalNode
 from kvservice.client import Client, Plans, Session, StoreOutcome, StoreRequest
 from kvservice.client.store_draft import Diff
+from kvservice.kernels import reference
 from kvservice.model.cache import MasterReference
 from kvservice.model.errors import CorruptError, LeaseExpiredError
-from kvservice.model.identity import Identity
-from tests.client.builders import GEOMETRIES, POLICY, Engine, assert_equal_bits, make_identity, make_prompt
+from kvservice.model.identity import INT8, Identity
+from tests.client.builders import (
+    GEOMETRIES,
+    POLICY,
+    TORCH_DTYPES,
+    Engine,
+    assert_equal_bits,
+    bits_of,
+    make_identity,
+    make_prompt,
+)
 from tests.client.conftest import Connect
 from tests.client.test_store import assert_nothing_is_held, restore_into, store_whole
 
@@ -63,18 +73,30 @@ class World:
         assert self.client.delete([self.first.key(len(self.first.segments) - 1)]) == 1
 
     def assert_comes_back(self) -> MasterReference | None:
-        """The segment has the very bits that the engine had; returns whom its record refers to."""
+        """The segment has the bits that the engine had, its own rows as they are stored; returns whom its record refers
+        to."""
         again = Engine(self.identity.geometry, seed=4)
         with self.client.lookup([self.second]) as plans:
             (slots,) = restore_into(self.client, plans, again, [self.second])
             found = plans[0].plan.segments[self.index].reference
-        assert_equal_bits(again.rows(slots[self.second.segments[self.index].position :]), self.wanted)
+        assert_equal_bits(again.rows(slots[self.second.segments[self.index].position :]), self._stored())
         return found
 
+    def _stored(self) -> list[list[torch.Tensor]]:
+        """Restored rows stay what they were, also where they are rebuilt: they are not rounded again."""
+        if not self.identity.is_lossy:
+            return self.wanted
+        dtype, stored = TORCH_DTYPES[self.identity.geometry.dtype], [[one.clone() for one in at] for at in self.wanted]
+        for layer in stored:
+            for plane in layer:
+                plane[CHANGED] = bits_of(reference.round_to_8_bits(plane[CHANGED].view(dtype)))
+        return stored
 
-@pytest.fixture(params=list(GEOMETRIES))
+
+@pytest.fixture(params=[*GEOMETRIES, "lossy"])
 def world(request: pytest.FixtureRequest, local: Connect) -> World:
-    identity = make_identity(GEOMETRIES[request.param])
+    is_lossy = request.param == "lossy"
+    identity = make_identity(GEOMETRIES["gqa-bf16" if is_lossy else request.param], lossy=INT8 if is_lossy else "")
     return World(local(identity), identity)
 
 

@@ -16,6 +16,8 @@ from urllib.error import HTTPError
 
 import pytest
 
+from tests.freezing import freeze
+
 START_S = 20.0
 
 
@@ -106,7 +108,7 @@ class EtcdProcess:
 
     def freeze(self) -> None:
         assert self._process is not None
-        self._process.send_signal(signal.SIGSTOP)
+        freeze(self._process.pid)
 
     def thaw(self) -> None:
         assert self._process is not None

@@ -22,6 +22,7 @@ from kvservice.peers.member import LocalAddress
 from kvservice.peers.streams_limits import LinkLimits
 from kvservice.storage.arena import Arena, AttachedArenas
 from kvservice.storage.buffer import Bytes
+from tests.freezing import freeze
 from tests.peers import peer_process
 from tests.peers.local_world import local_link, met_node
 from tests.peers.stream_world import (
@@ -70,7 +71,7 @@ async def test_a_stopped_node_costs_one_deadline_and_comes_back(
     process, address = other
     async with link_to(address, limits=HASTY, arena=arena) as link:
         record = await record_there(link, peer_process.meta())
-        os.kill(process.pid, signal.SIGSTOP)
+        freeze(process.pid)
         with pytest.raises(SilentError):
             await fetch_verified(link, record)
         for _ in range(16):
@@ -89,7 +90,7 @@ async def test_who_is_doubted_is_asked_at_once_and_not_waited_for_long(
         record = await record_there(link, peer_process.meta())
         link.doubt()
         assert np.count_nonzero(await fetch_verified(link, record)), "it answers"
-        os.kill(process.pid, signal.SIGSTOP)
+        freeze(process.pid)
         link.doubt()
         with pytest.raises(UnavailableError, match="left alone"):
             await fetch_verified(link, record)

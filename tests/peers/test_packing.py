@@ -19,11 +19,11 @@ from kvservice.model.identity import Identity
 from kvservice.model.rope import Rope
 from kvservice.peers import packing
 from kvservice.peers.frames import DATA_BYTES_MAX, FrameError, Kind, pack_header
+from kvservice.peers.packed_counters import PackedCounters
 from kvservice.peers.packing import (
     AREA_BYTES_MIN,
     FRAME_ROWS_BYTES,
     Packed,
-    PackedCounters,
     Packer,
     Piece,
     Unpacker,
@@ -31,7 +31,7 @@ from kvservice.peers.packing import (
     send_piece,
 )
 from kvservice.peers.packing_kernels import Kernels
-from kvservice.peers.streams_channel import Channel, Source
+from kvservice.peers.streams_channel import PIECE_BYTES, Channel, Source
 from kvservice.storage.buffer import Bytes
 from kvservice.storage.record import RecordReader
 from kvservice.wire.v1 import peer_pb2 as wire
@@ -237,8 +237,7 @@ def test_what_was_sent_is_what_is_there(kind: str, start: int) -> None:
 
     def send(channel: Channel) -> None:
         for piece in pieces_of(channel, source, start, len(record), Packer(record)):
-            send_piece(channel, 7, source, piece)
-            sent.note_piece(piece)
+            send_piece(channel, 7, source, piece, sent)
 
     with two_ends() as (near, far, _):
         thread = threading.Thread(target=send, args=(far,))
@@ -318,12 +317,23 @@ def test_a_packed_frame_has_a_message_and_payload(message_bytes: int, payload_by
         pack_header(Kind.PACKED, 1, message_bytes, payload_bytes)
 
 
-def test_counters_are_told_of_what_was_packed_only() -> None:
-    counters = PackedCounters()
-    counters.note_piece(Piece(0, 100))
-    assert counters == PackedCounters()
-    counters.note_piece(Piece(0, 128, Packed(wire.PeerPacked(heads=1), np.zeros(66, np.uint8))))
-    assert counters == PackedCounters(128, 16 + 2 + 66)
+def test_what_was_packed_is_counted_and_nothing_else() -> None:
+    counters, source = PackedCounters(), Source(memoryview(bytes(100)))
+    with two_ends() as (near, far, _):
+        send_piece(far, 1, source, Piece(0, 100), counters)
+        assert counters == PackedCounters()
+        send_piece(far, 1, source, Piece(0, 128, Packed(wire.PeerPacked(heads=1), np.zeros(66, np.uint8))), counters)
+        assert counters == PackedCounters(128, 16 + 2 + 66)
+        assert near.receive_header().kind is Kind.DATA
+
+
+@pytest.mark.parametrize("size", [4, 64, 128, 576])
+def test_a_packed_frame_is_no_longer_on_the_wire_than_a_piece_of_data(size: int) -> None:
+    """So that a slow link is seen to move as often."""
+    geometry = attention_geometry(layers=2, heads=4, head_size=size, dtype="bfloat16", rotary_size=2)
+    _, record, _ = rounded_master(lossy(geometry), tokens=3_000_000 // geometry.token_bytes)
+    packed = [one.packed for one in Packer(record).cut(0, len(record)) if one.packed is not None]
+    assert PIECE_BYTES // 2 < max(len(one.payload) for one in packed) <= PIECE_BYTES
 
 
 # Kernels

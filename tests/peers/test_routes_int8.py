@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvservice.peers.routes import GUESSES, INT8_BYTES_PER_S, INT8_SHARE, Router
+from kvservice.peers.routes import GUESSES, INT8_BYTES_PER_S, INT8_PRICE, INT8_SHARE, Router
 from kvservice.peers.routes_estimate import Speed
 from kvservice.peers.routes_log import Choice, Medium, Why
 from tests.peers.members import ManualClock
@@ -120,6 +120,37 @@ def test_where_both_are_about_as_fast_the_stream_is_used_whatever_was_in_use() -
     world.bytes_per_s = 0.85 * INT8_BYTES_PER_S
     again = world.run(60)
     assert not reasons(again, INT8) - {Why.TRIAL}
+
+
+@pytest.mark.parametrize("of_stream", [0.85, 0.99])
+def test_trials_of_what_is_not_worth_its_price_are_paid_for(of_stream: float) -> None:
+    world = World(FAST)
+    chosen = []
+    for _ in range(400):
+        choice = world.router.choose("peer", 4 * MIB, (STREAM, INT8), may_pack=True)
+        seconds = LATENCY_S + 4 * MIB / 9e8
+        world.router.done(choice, seconds * (of_stream if choice.medium is INT8 else 1.0))
+        world.clock.pass_(6.0)
+        chosen.append(choice.medium)
+    extra = of_stream * INT8_PRICE - 1
+    assert chosen[100:].count(INT8) * extra < 1.25 * world.router.limits.trial_share * 300
+
+
+def test_what_was_in_use_and_is_gone_is_replaced_and_all_others_are_tried_again() -> None:
+    shared, world = Medium.SHARED_MEMORY, World(FAST)
+
+    def run(count: int, rates: dict[Medium, float]) -> list[Choice]:
+        done = []
+        for _ in range(count):
+            done.append(world.router.choose("peer", 4 * MIB, tuple(rates), may_pack=True))
+            world.router.done(done[-1], LATENCY_S + 4 * MIB / rates[done[-1].medium])
+            world.clock.pass_(0.5)
+        return done
+
+    assert run(20, {STREAM: 1e9, shared: 5e9, INT8: 9e8})[-1].medium is shared
+    run(20, {STREAM: 5e7, INT8: 2e7})
+    later = run(400, {STREAM: 5e7, INT8: 9.8e7})
+    assert (later[-1].medium, later[-1].why) == (INT8, Why.KEPT)
 
 
 def test_exact_transfers_tell_how_fast_the_link_is_again() -> None:

@@ -15,6 +15,8 @@ from typing import NoReturn
 
 import pytest
 
+from tests.freezing import freeze
+
 START_S = 30.0
 
 
@@ -75,7 +77,8 @@ class Server:
 
     def stop(self) -> None:
         """Freeze it: it keeps its connections and says nothing."""
-        self._signal(signal.SIGSTOP)
+        if self._process is not None:
+            freeze(self._process.pid)
 
     def go_on(self) -> None:
         self._signal(signal.SIGCONT)

@@ -17,6 +17,7 @@ from kvservice.peers.streams_client import PeerLink
 from kvservice.peers.streams_local_server import LocalServer
 from tests.access.certificates import Authority
 from tests.client.builders import assert_equal_bits, free_port
+from tests.freezing import freeze
 from tests.sharing.nodes import (
     Worker,
     held,
@@ -244,7 +245,7 @@ def test_a_frozen_node_costs_one_deadline_whatever_ways_lead_to_it(tmp_path: Pat
         meet(first, second)
         rows = writer.store(prompt_of(2), 2)
         writer.pushed()
-        process.send_signal(signal.SIGSTOP)
+        freeze(process.pid)
         for seed in range(16):
             assert reader.restore(prompt_of(100 + seed)) is None
         assert sum(link.counters.expired for link in links(second)) <= 5, "a call, and pings"

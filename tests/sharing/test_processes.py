@@ -14,6 +14,7 @@ from kvservice.app import LocalNode
 from kvservice.config import process_environment
 from kvservice.peers.member import MemberState
 from tests.client.builders import assert_equal_bits, free_port, make_settings
+from tests.freezing import freeze
 from tests.sharing.nodes import MIB, Rows, Worker, addresses, live, prompt_of, sidecar, until, worker
 
 pytestmark = pytest.mark.heavy
@@ -83,7 +84,7 @@ def test_a_stopped_owner_costs_one_deadline_for_all_keys_and_work_resumes(tmp_pa
     ):
         rows = stored(writer, 2)
         before = expired(other, port)
-        process.send_signal(signal.SIGSTOP)
+        freeze(process.pid)
         for seed in range(16):
             assert reader.restore(prompt_of(100 + seed)) is None
         assert expired(other, port) - before <= 3, "a call, a ping and a probe"

@@ -137,6 +137,22 @@ async def test_if_packing_fails_the_stream_goes_on_behind_what_is_there() -> Non
     assert (await world.fetch(EXACT)).why is Why.ONLY
 
 
+async def test_a_silent_link_is_not_waited_for_twice() -> None:
+    """Packed or not, it is the same link."""
+    world, flight = World(), Link(ManualClock(), 1e9)
+    world.knows(world.router, 1e8)
+    world.packed.error = SilentError("said nothing for a whole deadline")
+    with pytest.raises(SilentError):
+        await world.fetch(LOSSY)
+    assert world.stream.starts == []
+    world.clock.pass_(10.0)
+    world.place.add_way(FLIGHT, cast("Any", flight))
+    for _ in range(5):
+        world.router.measured("peer", FLIGHT, MIB, 1.0)
+    await world.fetch(LOSSY)
+    assert (world.packed.starts, world.stream.starts, flight.starts) == ([0, 0], [], [0])
+
+
 async def test_what_the_stream_does_not_bring_does_not_come_packed_either() -> None:
     world, flight = World(4e9, 1e9), Link(ManualClock(), 1e9)
     world.knows(world.router, 4e9)
