@@ -87,7 +87,8 @@ def _parts(packed: _Bytes, shape: tuple[int, ...]) -> tuple[Bits, _Int8s]:
     return packed[:end].view(np.uint16), packed[end:].view(np.int8).reshape(count, size)
 
 
-# One group, by its index: a view of it costs more than its arithmetic. ``words`` are the bits of ``floats``: scratch
+# One group, named by its index, as a view of it costs more than its arithmetic. ``floats`` is scratch, and ``words``
+# are its bits.
 
 
 @njit(nogil=True, cache=True)
@@ -132,7 +133,8 @@ def _to_steps(floats: _Floats, step: np.float32) -> None:
 
 @njit(nogil=True, cache=True)
 def _narrow(floats: _Floats, words: _Words, is_bfloat16: bool, out: Bits, i_group: int) -> None:
-    """Nearest even, of finite values; what becomes zero has no sign. ``floats`` is used up."""
+    """Nearest even, of finite values; ``floats`` is used up. A float16 that becomes zero has no sign; of bfloat16 none
+    becomes zero, as largest values are not that small."""
     size = out.shape[1]
     if is_bfloat16:
         for i in range(size):

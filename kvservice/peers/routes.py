@@ -187,17 +187,17 @@ class Router:
 
     def document(self) -> list[RouteDocument]:
         """All routes, for /stats."""
-        return [
-            RouteDocument(
-                peer=peer,
-                medium=medium,
-                latency_s=one.latency_s,
-                bytes_per_s=one.bytes_per_s,
-                transfers=one.transfers,
-            )
-            for peer, known in self._peers.items()
-            for medium, one in [(medium, self._estimate(known, medium)) for medium in list(known.estimates)]
-        ]
+        return [self._document(peer, medium) for peer, known in self._peers.items() for medium in list(known.estimates)]
+
+    def _document(self, peer: str, medium: Medium) -> RouteDocument:
+        one = self._estimate(self._known(peer), medium)
+        return {
+            "peer": peer,
+            "medium": medium,
+            "latency_s": one.latency_s,
+            "bytes_per_s": one.bytes_per_s,
+            "transfers": one.transfers,
+        }
 
     # State steps
 

@@ -86,7 +86,7 @@ def _by(whose: str) -> tuple[MetricSpec, ...]:
 
 
 _GIVEN_ROUTES = (
-    _counter("push_route_choices", "Records given where a medium is chosen for that, by medium.",
+    _counter("push_route_choices", "Tries to give a record where a medium is chosen for that, by medium.",
              "network", "given_media", "*", "choices", labels=("medium",)),
     _counter("push_route_failures", "Of these, tries that failed, by medium.",
              "network", "given_media", "*", "failures", labels=("medium",)),
