@@ -276,7 +276,7 @@ async def test_sixteen_keys_at_once_end_together() -> None:
                 )
                 tap.opened.set()
                 assert all(isinstance(one, UnavailableError) for one in results)
-                assert link.breaker.opened == 1
+                assert link.breaker.opened >= 1
 
 
 async def test_a_peer_that_is_doubted_costs_a_part_of_a_deadline() -> None:

@@ -198,7 +198,7 @@ async def test_sixteen_keys_at_once_end_together() -> None:
                 )
                 tap.opened.set()
                 assert all(isinstance(one, UnavailableError) for one in results)
-                assert link.breaker.opened == 1
+                assert link.breaker.opened >= 1
 
 
 async def test_who_waits_is_told_of_silence_and_of_its_end() -> None:
