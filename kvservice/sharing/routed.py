@@ -56,7 +56,7 @@ class RoutedPlace:
         """Ways that may be added, or were removed for now; they are closed with the place."""
         self.given = self.given_bytes = 0
         """Records that it took, and their bytes."""
-        self._is_slower_than_known = False
+        self._is_slower_than_known = self._has_lossy = False
         self._router = router
         self._given = given
         self._packed: dict[Medium, Carrier] = {} if packed is None else {Medium.INT8_STREAM: packed}
@@ -85,17 +85,18 @@ class RoutedPlace:
 
     @property
     def media(self) -> list[Medium]:
-        """How records can come now."""
-        return list(self._carriers(may_pack=self._can_pack))
+        """How records can come now; as 8 bits once any were asked for that may."""
+        return list(self._carriers(may_pack=self._can_pack and self._has_lossy))
 
     @property
     def given_media(self) -> list[Medium]:
         """How records can go there, as far as that is chosen by what was measured."""
-        return [Medium.STREAM, Medium.INT8_STREAM] if self._is_giving_measured else []
+        packed = self._packed if self._has_lossy else ()
+        return [Medium.STREAM, *packed] if self._is_giving_measured else []
 
     def speed_of(self, namespace: Namespace) -> Speed:
         """See Place: of the fastest way, for large records."""
-        media = self._carriers(may_pack=self._can_pack and self._is_lossy(namespace))
+        media = self._carriers(may_pack=self._may_pack(namespace))
         return max((self._router.speed(self.name, medium) for medium in media), key=lambda one: one.bytes_per_s)
 
     @property
@@ -129,7 +130,7 @@ class RoutedPlace:
         Transfers that run together share the link: each is taken to have had it for its share of the bytes. A node of
         this host that is silent is frozen: no other way to it is waited for.
         """
-        may_pack = self._can_pack and self._is_lossy(record.name.namespace)
+        may_pack = self._may_pack(record.name.namespace)
         ways, known = self._carriers(may_pack=may_pack), _Contiguous(on_piece, start, self._moved)
         media = list(ways)
         while True:
@@ -171,7 +172,7 @@ class RoutedPlace:
 
     async def _give_measured(self, parcel: Parcel, given: Router) -> bool:
         """Over the stream, packed where that is faster. If it cannot be reached that way: over the others, as ever."""
-        began_s, may_pack = self._clock(), self._is_lossy(parcel.name.namespace)
+        began_s, may_pack = self._clock(), self._may_pack(parcel.name.namespace)
         ways = self._carriers(may_pack=may_pack)
         media = [Medium.STREAM, *(self._packed if may_pack else ())]
         others = [way for medium, way in self.ways.items() if medium is not Medium.STREAM]
@@ -218,6 +219,12 @@ class RoutedPlace:
     @property
     def _can_pack(self) -> bool:
         return bool(self._packed) and Medium.STREAM in self.ways
+
+    def _may_pack(self, namespace: Namespace) -> bool:
+        """Can records of a namespace come and go as 8 bits now?"""
+        may_pack = self._can_pack and self._is_lossy(namespace)
+        self._has_lossy |= may_pack
+        return may_pack
 
     @property
     def _is_giving_measured(self) -> bool:

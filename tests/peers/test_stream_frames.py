@@ -145,7 +145,7 @@ async def test_a_node_that_is_sent_anything_goes_on(caplog: pytest.LogCaptureFix
 
 
 def fuzz(owner: Owner) -> None:
-    @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    @settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck), database=None)
     @given(st.lists(frames(), max_size=4))
     def run(sent: list[bytes]) -> None:
         send_all(owner.address, b"".join(sent))

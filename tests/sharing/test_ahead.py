@@ -204,5 +204,5 @@ async def test_after_a_question_failed_with_them_none_come_until_a_record_came()
         await place.find([], place.ahead_bytes)
     assert place.ahead_bytes == 0
     way._error = None
-    await place.fetch(SimpleNamespace(record_bytes=100), None, lambda *_: None)  # type: ignore[arg-type]
+    await place.fetch(SimpleNamespace(record_bytes=100, name=SimpleNamespace(namespace=b"")), None, lambda *_: None)  # type: ignore[arg-type]
     assert place.ahead_bytes == AHEAD_BYTES_FIRST

@@ -13,7 +13,7 @@ from kvservice.peers.routes_log import Medium
 from kvservice.sharing.routed import RoutedPlace
 from tests.sharing.test_routed import PARCEL, Way
 
-RECORD: Any = SimpleNamespace(record_bytes=100)
+RECORD: Any = SimpleNamespace(record_bytes=100, name=SimpleNamespace(namespace=b""))
 
 
 def routed(error: KVServiceError | None) -> tuple[RoutedPlace, Way, Way]:

@@ -268,7 +268,9 @@ async def test_what_is_read_in_shared_memory_is_not_measured() -> None:
     assert not world.given.log.kept
     assert world.place.given_media == []
     world.place.remove_way(SHARED)
-    assert world.place.given_media == [STREAM, INT8]
+    assert world.place.given_media == [STREAM]
+    await world.store(LOSSY)
+    assert world.place.given_media == [STREAM, INT8], "such are given"
 
 
 # What shares a link
