@@ -13,7 +13,7 @@ from kvservice.model.errors import ConfigError, CorruptError, LeaseExpiredError,
 from kvservice.peers.streams_client import PeerLink
 from kvservice.storage.buffer import Bytes
 from kvservice.store import WriteRequest
-from tests.descriptors import opened
+from tests.descriptors import opened_for_good
 from tests.peers.local_world import LocalOwner, local_link, met_beside, met_node, no_bytes_over_sockets
 from tests.peers.stream_world import (
     BIG,
@@ -317,10 +317,10 @@ async def test_descriptors_come_back(tmp_path: Path) -> None:
             await give(met, link, "given")
 
     await once()
-    before = len(opened())
+    before = len(opened_for_good())
     for _ in range(6):
         await once()
-    assert len(opened()) <= before
+    assert len(opened_for_good()) <= before
 
 
 async def test_facts_tell_the_way_to_those_who_may_see_every_tenant() -> None:

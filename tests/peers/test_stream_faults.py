@@ -25,7 +25,7 @@ from kvservice.peers.streams_client_calls import PeerRecord
 from kvservice.peers.streams_limits import LinkLimits, ServerLimits
 from kvservice.peers.streams_messages import encode_facts, encode_key
 from kvservice.wire.v1 import peer_pb2 as wire
-from tests.descriptors import opened
+from tests.descriptors import opened_for_good
 from tests.freezing import freeze
 from tests.peers import peer_process
 from tests.peers.stream_world import (
@@ -440,11 +440,11 @@ async def test_descriptors_and_threads_come_back() -> None:
                 await fetch_verified(link, await find_record(link, owner, meta))
 
     await once()
-    threads, descriptors = threading.active_count(), len(opened())
+    threads, descriptors = threading.active_count(), len(opened_for_good())
     for _ in range(6):
         await once()
     assert threading.active_count() <= threads + 8, "but for the executor's of asyncio"
-    assert len(opened()) <= descriptors + 2
+    assert len(opened_for_good()) <= descriptors + 2
 
 
 async def test_connections_for_records_end_when_idle_whatever_is_asked_on_others() -> None:

@@ -11,7 +11,7 @@ from kvservice.model.errors import InvalidInputError, UnavailableError
 from kvservice.storage.record import read_head
 from kvservice.storage.remote.contract import RemoteName, RemoteTier
 from kvservice.storage.remote.tier import ObjectTier
-from tests.descriptors import opened
+from tests.descriptors import opened_for_good
 from tests.remote.places import AVAILABLE, SERVERS, Place, missing
 from tests.remote.records import DEEP, LARGE, SMALL, Target, fetch, find_one, make_record, same, wanted
 from tests.remote.servers import give_up
@@ -224,7 +224,7 @@ async def test_opening_and_closing_leaves_no_thread_and_no_descriptor(place: Pla
         return {one for one in threading.enumerate() if one.name.startswith("kvservice-")} - before
 
     await use()
-    descriptors = len(opened())
+    descriptors = len(opened_for_good())
     for _ in range(5):
         await use()
     for _ in range(1000):
@@ -232,7 +232,7 @@ async def test_opening_and_closing_leaves_no_thread_and_no_descriptor(place: Pla
             break
         await asyncio.to_thread(lambda: None)
     assert not ours()
-    assert len(opened()) <= descriptors + 1
+    assert len(opened_for_good()) <= descriptors + 1
 
 
 async def test_a_closed_tier_answers_nothing(tier: RemoteTier) -> None:
