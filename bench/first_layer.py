@@ -15,6 +15,7 @@ Run: python bench/first_layer.py
 import argparse
 import gc
 import json
+import math
 import shutil
 import socket
 import statistics
@@ -118,12 +119,13 @@ def answering(program: Sequence[str]) -> Iterator[int]:
 
 
 @contextmanager
-def far_away(port: int, delay_ms: float) -> Iterator[int]:
-    """The port at which what listens at ``port`` is so far away; the same one without a delay."""
-    if not delay_ms:
+def far_away(port: int, delay_ms: float, bytes_per_s: float = math.inf) -> Iterator[int]:
+    """The port at which what listens at ``port`` is so far away, over such a link; the same one if it is not."""
+    if not delay_ms and bytes_per_s == math.inf:
         yield port
         return
-    with answering([str(FAR_LINK), f"{LOCALHOST}:{port}", "--delay-ms", str(delay_ms)]) as far_port:
+    link = ["--delay-ms", str(delay_ms), "--bytes-per-s", str(bytes_per_s)]
+    with answering([str(FAR_LINK), f"{LOCALHOST}:{port}", *link]) as far_port:
         yield far_port
 
 

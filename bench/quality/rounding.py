@@ -19,6 +19,7 @@ from torch import Tensor
 from bench.quality.arrangements import Order, reader_parts
 from bench.quality.reference import follow, refer
 from bench.quality.scenes import SCENES
+from bench.quality.trial import HOST_BYTES, LEASE_TTL_S, RESTORE_TIMEOUT_S
 from bench.quality.worlds import Model, World, build_world, load_model
 from kvservice.app import LocalNode
 from kvservice.client import Client, RoundPrompt
@@ -27,8 +28,6 @@ from kvservice.client.demo.model import smollm2
 from kvservice.config import Settings
 from kvservice.model.identity import INT8
 
-HOST_BYTES: Final = 768 << 20
-TIMEOUT_S: Final = 600.0
 NAME: Final = "SmolLM2-135M-Instruct"
 
 
@@ -52,7 +51,7 @@ def lose(model: Model, world: World, client: Client, reader: int) -> Loss:
     client.store(prompt, views, own)
     with client.lookup([prompt]) as plans:
         assert plans[0].exact_prefix_tokens == prompt.token_count
-        client.restore(plans, views, [restored]).wait(TIMEOUT_S)
+        client.restore(plans, views, [restored]).wait(RESTORE_TIMEOUT_S)
     logits = follow(decoder, restored, world.tails, reference.answers)
     close = Closeness.mean([closeness(*pair) for pair in zip(reference.logits, logits, strict=True)])
     moved = tuple(_moved([layer[plane] for layer in views], own, restored) for plane in range(2))
@@ -83,7 +82,7 @@ def main() -> None:
         for name in asked.worlds:
             world = build_world(model, SCENES[name])
             identity = replace(model.identity, salt=name, lossy=INT8)
-            with Client.in_process(node, identity, lease_ttl_s=TIMEOUT_S) as client:
+            with Client.in_process(node, identity, lease_ttl_s=LEASE_TTL_S) as client:
                 found = [lose(model, world, client, reader) for reader in world.readers(asked.readers)]
                 client.delete()
             show(name, found)

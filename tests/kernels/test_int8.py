@@ -9,10 +9,15 @@ from hypothesis import strategies as st
 from kvservice.kernels import reference
 from kvservice.kernels.cpu_int8 import DTYPES, pack, packed_bytes, round_rows, unpack
 from kvservice.kernels.shapes import KernelInputError
+from kvservice.model.identity import INT8_DTYPES
 from tests.kernels.builders import Bits, random_bits, tensor, tensor_bits
 
 EXPONENT = {"bfloat16": 0x7F80, "float16": 0x7C00}
 SMALLEST = {"bfloat16": (127 - 100) << 7, "float16": 0}
+
+
+def test_identities_and_kernels_name_the_same_storage_types() -> None:
+    assert DTYPES == INT8_DTYPES
 
 
 def rounded(rows: Bits, dtype: str) -> Bits:
